@@ -1,0 +1,36 @@
+"""A Hugging Face transformers cache that stays small: ``EvictingCache`` keeps what the model attends to."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from kvevict.cache import EvictingCache
+from kvevict.errors import (
+    KvevictError,
+    ObservationError,
+    OptionError,
+    PolicyError,
+    UnsupportedModelError,
+    WrongModelError,
+)
+from kvevict.observe import detach
+from kvevict.policies.base import Column, Held, Policy, Rows
+
+try:
+    __version__ = version("kvevict")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Column",
+    "EvictingCache",
+    "Held",
+    "KvevictError",
+    "ObservationError",
+    "OptionError",
+    "Policy",
+    "PolicyError",
+    "Rows",
+    "UnsupportedModelError",
+    "WrongModelError",
+    "__version__",
+    "detach",
+]

@@ -1,0 +1,303 @@
+"""EvictingCache: a transformers cache that never holds more than its budget."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from kvevict import host, observe, selection
+from kvevict.errors import ObservationError, OptionError, UnsupportedModelError, WrongModelError
+from kvevict.layer import EvictingLayer, Spec
+from kvevict.policies import make_policy
+from kvevict.policies.base import Policy, share_of
+from kvevict.rope import rerotation_for
+
+
+class EvictingCache(Cache):
+    """A KV cache that forgets: after every forward each KV head of each full-attention layer holds its budget.
+
+    model:  the causal language model that will use the cache.
+    policy: a name (``kvevict.policies.POLICIES``), or an instance of a policy, yours included.
+    budget: tokens per KV head in each layer (int), or a share of the tokens seen (float in (0, 1]): that many,
+        rounded down, and never fewer than the policy protects.
+    options: the policy's options when ``policy`` is a name, such as ``recent=64``.
+
+    The new tokens attend to everything held plus themselves; then the policy decides who goes. A prompt is
+    attended in full and cut once. ``get_seq_length()`` counts the tokens seen, ``kept_positions(layer)`` tells
+    which are still held, and ``nbytes`` what they cost.
+
+    Raises OptionError for a bad policy, option or budget, and UnsupportedModelError for a model whose attention
+    cannot be observed or whose cache cannot be cut.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import torch
+    >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...                      num_key_value_heads=2, vocab_size=64)
+    >>> model = LlamaForCausalLM(config)
+    >>> cache = EvictingCache(model, policy="streaming_llm", budget=8)
+    >>> out = model.generate(torch.arange(20)[None], cache=cache, max_new_tokens=4, do_sample=False)
+    >>> cache.kept_positions(0)[0, 0].tolist()
+    [0, 1, 2, 3, 19, 20, 21, 22]
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: str | Policy = "h2o", budget: int | float = 512, **options: Any
+    ) -> None:
+        chosen = make_policy(policy, **options)
+        tokens = check_budget(budget)
+        config = _check_model(model, chosen)
+        layers = host.host_layers(config)
+        evicting = [i for i, layer in enumerate(layers) if host.is_full_attention(layer)]
+        if not evicting:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no layer that keeps the keys and values of every token: there is nothing "
+                "to evict. Use transformers' own cache"
+            )
+        spec = Spec(chosen, tokens, len(evicting))
+        _check_protection(spec)
+        if getattr(chosen, "positions", "original") == "cache":
+            spec.rerotation = rerotation_for(model)
+        for index, position in enumerate(evicting):
+            layers[position] = EvictingLayer(spec, index)
+        super().__init__(layers=layers)
+        self.spec = spec
+        self.heads = int(config.num_attention_heads)
+        self._evicting = evicting
+        self._model = weakref.ref(model)
+        self._modules = {id(module) for module in host.attention_modules(model)}
+        self._base = host.implementation(model)
+        self.free = chosen.queries == 0 and not chosen.consensus and self._base in ("sdpa", "eager")
+        self._attachment = None if self.free else observe.attach(model, self)
+
+    # -- what users ask --------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides."""
+        return self.spec.policy
+
+    @property
+    def budget(self) -> int | float:
+        """Tokens per KV head and layer, or the share of tokens seen, as given."""
+        return self.spec.budget
+
+    @property
+    def evicting_layers(self) -> list[EvictingLayer]:
+        """The layers this cache bounds; the others are transformers' own."""
+        return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
+
+    @property
+    def stored(self) -> list[int]:
+        """Tokens stored per KV head, for each evicting layer: the most that any row and head holds."""
+        return [layer.stored for layer in self.evicting_layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held: every storage behind the cache counts once, whole, slack and bookkeeping included."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for layer in self.layers
+            for tensor in _tensors(layer)
+        }
+        return sum(storages.values())
+
+    def kept_positions(self, layer_idx: int) -> Tensor:
+        """Positions of the tokens that a layer still holds: (B, H, L) int64, ascending.
+
+        0 is the row's first real token; -1 fills the end of rows that hold fewer. ``layer_idx`` is the model's.
+        """
+        layer = self.layers[self._layer_index(layer_idx)]
+        if not isinstance(layer, EvictingLayer):
+            raise OptionError(
+                f"kept_positions({layer_idx}): layer {layer_idx} is a {type(layer).__name__} of transformers; the layers "
+                f"that evict are {self._evicting}"
+            )
+        return layer.kept_positions()
+
+    def _layer_index(self, layer_idx: int) -> int:
+        if not -len(self.layers) <= layer_idx < len(self.layers):
+            raise OptionError(f"kept_positions({layer_idx}): the model has layers 0 to {len(self.layers) - 1}")
+        return layer_idx
+
+    def __repr__(self) -> str:
+        held = self.stored
+        low, high = min(held), max(held)
+        stored = str(high) if low == high else f"{low} to {high}"
+        return (
+            f"EvictingCache(policy={self.policy.name or type(self.policy).__name__!r}, budget={self.budget}, "
+            f"seen={self.get_seq_length(self._evicting[0])}, stored={stored} tokens per KV head in "
+            f"{len(held)} of {len(self.layers)} layers, {_readable(self.nbytes)} held)"
+        )
+
+    def __enter__(self) -> EvictingCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        model = self._model()
+        if model is not None:
+            observe.release(model, self)
+
+    # -- what transformers asks ------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values (B, H, Q, D) of one layer; returns everything it holds."""
+        if layer_idx >= len(self.layers):
+            raise WrongModelError(
+                f"layer {layer_idx} was updated in a cache built for {len(self.layers)} layers: build an EvictingCache "
+                "for the model that uses it"
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, EvictingLayer):
+            held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return held
+        if layer.index == 0:
+            self.check_module(host.calling_module(2))
+            if self._attachment is not None:
+                if not self._attachment.active:
+                    raise ObservationError(
+                        "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
+                    )
+                self._attachment.users.add(self)  # a deep copy joins when it is first used
+        hooked = layer.hooked
+        keys, values = layer.update(key_states, value_states)
+        ticket = observe.Ticket(self, layer)
+        if not self.free:
+            if not hooked and self._base == "eager":
+                raise WrongModelError("this cache was built for another model: build an EvictingCache for this one")
+            return observe.tag(keys, ticket), values
+        if layer.fresh == 1 and not layer.gaps and self._base != "eager" and not layer.ordered_padding:
+            ticket.finish()
+            return keys, values
+        return observe.Probe.of(keys, ticket), values
+
+    def settle(self, layer: EvictingLayer) -> None:
+        """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""
+        if not self.policy.consensus:
+            layer.settle()
+            return
+        layer.pending = False
+        layers = self.evicting_layers
+        if layer is not layers[-1] or not layer.crowded:
+            return
+        votes = _votes(layers)
+        for each in layers:
+            each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))
+
+    def check_module(self, module: torch.nn.Module | None) -> None:
+        """Raises WrongModelError if ``module`` is an attention module of another model."""
+        if module is None or id(module) in self._modules or self._model() is None:
+            return
+        if hasattr(module, "layer_idx"):
+            raise WrongModelError(
+                "this cache was built for another model (or for another copy of this one): build an EvictingCache for "
+                "the model that uses it"
+            )
+
+
+def check_budget(budget: int | float) -> int | float:
+    """The budget, or OptionError: an int from 1, or a float above 0 and up to 1."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise OptionError(f"budget={budget!r}: give tokens per KV head (int) or a share of the tokens seen (float)")
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        hint = f"; for {int(budget)} tokens write budget={int(budget)}" if budget > 1 else ""
+        raise OptionError(f"budget={budget!r}: a float is a share of the tokens seen, above 0 and up to 1{hint}")
+    if isinstance(budget, int) and budget < 1:
+        raise OptionError(f"budget={budget!r}: give at least 1 token")
+    return budget
+
+
+def _check_model(model: object, policy: Policy) -> Any:
+    """The decoder's config, or UnsupportedModelError naming what is in the way."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedModelError(
+            f"model={type(model).__name__}: pass the model itself, a transformers causal language model"
+        )
+    config = host.decoder_config(model)
+    name = type(model).__name__
+    reasons = {
+        "is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),  # type: ignore[union-attr]
+        "compresses its keys and values into latents (MLA)": getattr(config, "kv_lora_rank", None),
+        "shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0)
+        or any(type(layer).__name__ == "DummyLayer" for layer in host.host_layers(config)),
+        "adds a bias that depends on how many tokens are stored (ALiBi)": getattr(config, "alibi", False)
+        or config.model_type in ("bloom", "mpt"),
+    }
+    for reason, true in reasons.items():
+        if true:
+            raise UnsupportedModelError(f"{name} {reason}, which kvevict does not evict from: use transformers' own cache")
+    can_set = getattr(type(model), "_can_set_attn_implementation", None)
+    if can_set is not None and not can_set():
+        raise UnsupportedModelError(
+            f"{name} does not use transformers' attention interface, so kvevict cannot see or mask its attention: use "
+            "transformers' own cache"
+        )
+    if host.implementation(model) == "flex_attention":
+        raise UnsupportedModelError(
+            "attn_implementation='flex_attention' takes block masks, which cannot follow evicted tokens: call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+    if not host.attention_modules(model):
+        raise UnsupportedModelError(f"{name} has no attention modules that kvevict knows; use transformers' own cache")
+    return config
+
+
+def _check_protection(spec: Spec) -> None:
+    """Raises OptionError if some layer's budget cannot hold what the policy protects."""
+    policy, budget = spec.policy, spec.budget
+    if not isinstance(budget, int) or not policy.evicts:
+        return
+    smallest = min(policy.layer_budgets(budget, spec.layers, None))
+    recent = policy.recent_for(smallest)
+    assert isinstance(recent, int)
+    needed = policy.sinks + recent
+    if needed > smallest:
+        where = "" if smallest == budget else f" (its smallest layer gets {smallest})"
+        raise OptionError(
+            f"budget={budget}{where} cannot hold sinks={policy.sinks} and recent={recent} ({needed} tokens): raise "
+            f"budget to at least {needed + budget - smallest}, or lower one of them"
+        )
+    share = policy.protect_prompt
+    if isinstance(share, float) or (isinstance(share, int) and not isinstance(share, str)):
+        prompt = share_of(float(share), smallest)
+        total = prompt + recent + max(0, policy.sinks - prompt // 2)
+        if total > smallest:
+            raise OptionError(
+                f"protect_prompt={share} protects {prompt} of budget={smallest} tokens, and sinks={policy.sinks} and "
+                f"recent={recent} more ({total} in all): lower protect_prompt or recent, or raise budget"
+            )
+
+
+def _votes(layers: Iterable[EvictingLayer]) -> Tensor:
+    """How many heads of how many layers would evict each slot: (B, L) int64."""
+    votes: Tensor | None = None
+    for layer in layers:
+        scores = layer.scores()
+        layer.check_scores(scores)
+        order = selection.eviction_order(scores, layer.slot_positions, layer.protection())
+        going = (torch.arange(order.shape[-1], device=order.device) < layer.surplus_rows()).expand_as(order)
+        cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)
+        votes = cast if votes is None else votes + cast.to(votes.device)
+    assert votes is not None
+    return votes
+
+
+def _tensors(layer: Any) -> Iterable[Tensor]:
+    if isinstance(layer, EvictingLayer):
+        return layer.tensors()
+    return [value for value in vars(layer).values() if isinstance(value, Tensor)]
+
+
+def _readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,25 @@
+"""Every error kvevict raises on purpose. Each also inherits the builtin a caller would expect."""
+
+
+class KvevictError(Exception):
+    """Base of all errors raised by kvevict."""
+
+
+class OptionError(KvevictError, ValueError):
+    """A policy, budget or option has a value that cannot work."""
+
+
+class UnsupportedModelError(KvevictError, TypeError):
+    """The model has a kind of attention or cache that kvevict does not handle."""
+
+
+class WrongModelError(KvevictError, ValueError):
+    """The cache was given to a model, or a batch, other than the one it holds tokens of."""
+
+
+class PolicyError(KvevictError, ValueError):
+    """A policy broke its contract: wrong shapes, NaN, or tokens it does not hold."""
+
+
+class ObservationError(KvevictError, RuntimeError):
+    """The attention that a policy needs never reached the cache."""

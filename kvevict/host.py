@@ -1,0 +1,98 @@
+"""What differs between transformers releases, and what we ask of its internals. Nothing else imports those.
+
+    5.17 - 5.22   the cache argument is ``past_key_values``
+    5.23 -        it is ``cache`` (``past_key_values`` warns), and ``layer_past`` in GPT-NeoX
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from kvevict.errors import UnsupportedModelError
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
+"""Names under which decoders hand a cache to their attention modules."""
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name of the cache argument of ``model.forward``: "cache" or "past_key_values"."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def decoder_config(model: nn.Module) -> PreTrainedConfig:
+    """The configuration of the model's text decoder."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no transformers config: pass a transformers causal language model"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` that call ``cache.update``: attention modules with a layer index, innermost ones."""
+
+    def qualifies(module: nn.Module) -> bool:
+        return "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int)
+
+    found = [m for m in model.modules() if qualifies(m)]
+    return [m for m in found if not any(qualifies(inner) for inner in m.modules() if inner is not m)]
+
+
+def implementation(model: nn.Module) -> str:
+    """Name of the attention implementation that the model's decoder uses now."""
+    return str(decoder_config(model)._attn_implementation or "eager")
+
+
+def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The registered attention function called ``name``."""
+    function: Callable[..., tuple[Tensor, Tensor | None]] = AttentionInterface()[name]
+    return function
+
+
+def takes_matrix_masks(name: str) -> bool:
+    """Whether the attention function ``name`` accepts a (B, heads, Q, L) mask."""
+    return name == "eager" or AttentionMaskInterface().get(name) in (sdpa_mask, eager_mask)
+
+
+def host_layers(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers that transformers makes for this decoder."""
+    return list(DynamicCache(config=config).layers)
+
+
+def is_full_attention(layer: object) -> bool:
+    """Whether a cache layer holds plain keys and values of every token."""
+    return type(layer) is DynamicLayer
+
+
+def find_cache(arguments: Mapping[str, Any]) -> object | None:
+    """The cache among an attention module's keyword arguments."""
+    for name in CACHE_ARGUMENTS:
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
+
+
+def calling_module(depth: int) -> nn.Module | None:
+    """The module whose forward called us, ``depth`` frames up; None where it cannot be told (compiled code).
+
+    transformers does not say which module updates a cache, and a cache that serves the wrong model must not
+    go unnoticed.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        caller = sys._getframe(depth).f_locals.get("self")
+    except ValueError:
+        return None
+    return caller if isinstance(caller, nn.Module) else None

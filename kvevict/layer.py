@@ -1,0 +1,624 @@
+"""One attention layer's cache: slots that are written in place, and an eviction after every forward.
+
+    update()      reserves slots for the new tokens and writes their keys and values
+    exact_mask()  turns transformers' mask into the one over slots, and learns which new tokens are pads
+    observe()     shows the policy the attention rows that it asked for
+    settle()      evicts down to the budget
+
+A slot is one token of one KV head. Eviction of a single token only marks its slot; the next token overwrites
+it. Cutting many tokens at once (a prompt, a chunk) gathers the survivors into new tensors, so that the old
+ones are really freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvevict import masks, selection
+from kvevict.errors import ObservationError, OptionError, PolicyError, WrongModelError
+from kvevict.policies.base import ALL_QUERIES, Held, Policy, Rows, share_of
+from kvevict.rope import Rerotation
+
+UNBOUNDED = 2**62
+
+
+@dataclass
+class Spec:
+    """What all evicting layers of one cache share. Holds no tensors of the cache and no layer."""
+
+    policy: Policy
+    budget: int | float
+    layers: int
+    rerotation: Rerotation | None = None
+    _tokens: dict[tuple[int, int | None], list[int]] = field(default_factory=dict, repr=False)
+
+    def average(self, seen: int) -> int:
+        """The budget of an average layer after ``seen`` tokens."""
+        if isinstance(self.budget, int):
+            return self.budget
+        return max(share_of(self.budget, seen), self.policy.least())
+
+    def tokens(self, layer: int, seen: int, prompt: int | None) -> int:
+        """Tokens per KV head that ``layer`` may keep after ``seen`` tokens."""
+        if not self.policy.evicts:
+            return UNBOUNDED
+        key = (self.average(seen), prompt if self.policy.prompt_sets_budgets else None)
+        if key not in self._tokens:
+            if not isinstance(self.budget, int):
+                self._tokens.clear()  # a share of what was seen grows for ever: remember only the current one
+            self._tokens[key] = self.policy.layer_budgets(key[0], self.layers, key[1])
+        return self._tokens[key][layer]
+
+    @property
+    def varies(self) -> bool:
+        """Whether rows of different length have different budgets."""
+        if not self.policy.evicts:
+            return False
+        return not isinstance(self.budget, int) or self.policy.prompt_sets_budgets
+
+    def row_tokens(self, layer: int, seen: Tensor, prompt: Tensor) -> Tensor:
+        """``tokens`` for each row: seen, prompt and the result are (B,) int64."""
+        if not isinstance(self.budget, int) and type(self.policy).layer_budgets is Policy.layer_budgets:
+            share = Fraction(repr(self.budget))
+            return (seen * share.numerator // share.denominator).clamp_min(self.policy.least())
+        # Only PyramidKV under a share of the tokens seen, or with its authors' rounding, comes here.
+        rows = zip(seen.tolist(), prompt.tolist(), strict=True)
+        return torch.tensor([self.tokens(layer, s, p) for s, p in rows], device=seen.device)
+
+
+class EvictingLayer(CacheLayerMixin):
+    """Holds at most its budget of tokens per KV head once a forward is over.
+
+    keys, values: (B, H, capacity, D); only the first ``slots`` are in use.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, spec: Spec, index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.index = index
+        self._clear()
+
+    def _clear(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.is_initialized = False
+        self.positions: Tensor | None = None  # (B, H, capacity) rank among the row's real tokens, -1 = empty
+        self.tokens: Tensor | None = None  # (B, H, capacity) column in the host's mask; None: equal to positions
+        self.state: dict[str, Tensor] = {}  # the policy's columns, (B, H, capacity, ...)
+        self.slots = 0
+        self.seen = 0  # columns: pads count, as they do for transformers
+        self.prompt: int | None = None  # columns of the prompt, once it is over
+        self.row_seen: Tensor | None = None  # (B,) real tokens; None: no pads so far
+        self.row_prompt: Tensor | None = None
+        self.row_budget: Tensor | None = None  # (B,) where rows have budgets of their own
+        self.arrived: Tensor | None = None  # (B | 1, Q) positions of the newest forward's tokens, -1 for pads
+        self.fresh = 0  # tokens of the newest forward
+        self.free: Tensor | None = None  # (B, H, 1) one empty slot in every row and head
+        self.landed: Tensor | None = None  # (B, H, 1) where the newest token went, when it went into `free`
+        self.ordered = True  # slot i still holds column i
+        self.gaps = False  # some slots in use may be empty
+        self.reserved = False
+        self.pending = False
+        self.hooked = False  # a hook on the attention module saw this forward coming
+
+    # -- what transformers asks ------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, pads included: positions and prompt slicing depend on it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask transformers would build if nothing had been evicted; ``exact_mask`` maps it to slots."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: any number of tokens may be seen."""
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates nothing but the shapes; memory grows with the tokens that come."""
+        batch, heads = key_states.shape[:2]
+        self.device = key_states.device
+        self.keys, self.values = key_states[:, :, :0].contiguous(), value_states[:, :, :0].contiguous()
+        self.positions = torch.empty(batch, heads, 0, dtype=torch.long, device=self.device)
+        self.state = {
+            name: torch.empty(batch, heads, 0, *column.shape, dtype=column.dtype or torch.float32, device=self.device)
+            for name, column in self.columns.items()
+        }
+        self.is_initialized = True
+
+    @property
+    def columns(self) -> Any:
+        return self.spec.policy.columns(min(self.bound(), 2**31))
+
+    # -- sizes -----------------------------------------------------------------------------------------------
+
+    def bound(self) -> int:
+        """Tokens per KV head that may stay now: the largest over rows."""
+        if self.row_seen is not None and self.spec.policy.prompt_sets_budgets:
+            return int(self._row_budgets().max())
+        return self.spec.tokens(self.index, self.seen, self.seen if self.prompt is None else self.prompt)
+
+    @property
+    def stored(self) -> int:
+        """Most tokens that any row and head may hold now."""
+        return self.slots - (1 if self.free is not None else 0)
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor this layer keeps alive."""
+        named = (self.keys, self.values, self.positions, self.tokens, self.row_seen, self.row_prompt)
+        loose = (self.row_budget, self.arrived, self.free, self.landed)
+        return [t for t in (*named, *loose, *self.state.values()) if t is not None]
+
+    def kept_positions(self) -> Tensor:
+        """Positions still held, ascending, -1 after the end of shorter rows: (B, H, L) int64."""
+        if self.positions is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        held = self.positions[:, :, : self.slots]
+        last = torch.iinfo(held.dtype).max
+        held = held.masked_fill(held < 0, last).sort(-1).values
+        longest = int((held != last).sum(-1).max()) if held.numel() else 0
+        return held[:, :, :longest].masked_fill(held[:, :, :longest] == last, -1)
+
+    @property
+    def kv_heads(self) -> int:
+        assert self.positions is not None
+        return self.positions.shape[1]
+
+    @property
+    def slot_positions(self) -> Tensor:
+        """(B, H, slots) positions of the slots in use, -1 for empty ones."""
+        assert self.positions is not None
+        return self.positions[:, :, : self.slots]
+
+    @property
+    def ordered_padding(self) -> bool:
+        """Whether transformers' own mask still hides pads that are stored."""
+        return self.row_seen is not None
+
+    # -- a forward -------------------------------------------------------------------------------------------
+
+    def check(self, batch: int, tokens: int) -> None:
+        """Raises before anything changes if this forward cannot be right."""
+        if self.pending or self.reserved:
+            raise ObservationError(
+                f"layer {self.index}: the attention of the previous forward never reached the cache, so "
+                f"{self.spec.policy.name!r} could not evict. Was the model's attention implementation changed, the "
+                "model detached, or a forward interrupted? Build the EvictingCache after the last change, and "
+                "cache.reset() before using it again"
+            )
+        if self.is_initialized and self.keys is not None and batch != self.keys.shape[0]:
+            raise WrongModelError(
+                f"batch of {batch} rows given to a cache that holds {self.keys.shape[0]}: use a new cache, "
+                "cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
+            )
+        whole = self.spec.policy.protect_prompt == "whole"
+        prompt = self.seen if self.prompt is not None or (tokens == 1 and self.seen) else self.seen + tokens
+        if whole and self.prompt is None and isinstance(self.spec.budget, int) and self.row_seen is None:
+            needed = prompt + (self.spec.policy.recent or 0)
+            if needed > self.spec.tokens(self.index, prompt, prompt) and tokens > 1:
+                raise OptionError(
+                    f"protect_prompt='whole' cannot hold a prompt of {prompt} tokens and recent="
+                    f"{self.spec.policy.recent or 0} in a budget of {self.spec.tokens(self.index, prompt, prompt)}: "
+                    "raise budget, or protect a share of it (protect_prompt=0.5)"
+                )
+
+    def reserve(self, tokens: int) -> None:
+        """Finds slots for the new tokens and books them as real; ``learn_padding`` corrects that."""
+        assert self.positions is not None
+        if tokens == 1 and self.seen and self.prompt is None:
+            self.prompt = self.seen
+            self.row_prompt = None if self.row_seen is None else self.row_seen.clone()
+        device = self.positions.device
+        if self.row_seen is None:
+            self.arrived = torch.arange(self.seen, self.seen + tokens, device=device)[None]
+        else:
+            self.arrived = self.row_seen[:, None] + torch.arange(tokens, device=device)
+            self.row_seen = self.row_seen + tokens
+        self.landed = None
+        if self.free is not None and tokens == 1:
+            self.landed, self.free = self.free, None
+        else:
+            if self.free is not None:
+                self.gaps, self.free = True, None
+            self._grow(self.slots + tokens)
+            self.slots += tokens
+        column = self.seen
+        self.seen += tokens
+        self.fresh = tokens
+        self._write(self.positions, self.arrived[:, None])
+        if self.tokens is not None:
+            self._write(self.tokens, torch.arange(column, self.seen, device=device)[None, None])
+        if self.landed is not None:
+            for name, column_spec in self.columns.items():
+                state = self.state[name]
+                index = self.landed.view(*self.landed.shape, *(1,) * (state.dim() - 3))
+                state.scatter_(2, index.expand(-1, -1, 1, *state.shape[3:]), column_spec.fill)
+        self.reserved = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens and returns everything held, old and new: (B, H, slots, D) twice."""
+        batch, _, tokens, _ = key_states.shape
+        if not self.reserved:
+            self.check(batch, tokens)
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.reserve(tokens)
+        assert self.keys is not None and self.values is not None and self.positions is not None
+        if self.keys.shape[2] < self.slots:
+            self._grow_storage(key_states, value_states)
+        else:
+            self._write(self.keys, key_states)
+            self._write(self.values, value_states)
+        self.reserved = self.hooked = False
+        self.pending = True
+        self._admit()
+        return self._view(self.keys), self.values[:, :, : self.slots]
+
+    def _view(self, keys: Tensor) -> Tensor:
+        held = keys[:, :, : self.slots]
+        rerotation = self.spec.rerotation
+        if rerotation is None or self.ordered:
+            return held
+        assert self.positions is not None
+        return rerotation.shift_sinks(held, self.positions[:, :, : self.slots], self.spec.policy.sinks)
+
+    def _write(self, stored: Tensor, new: Tensor) -> None:
+        """Puts the newest tokens' values (broadcast to (B, H, Q, ...)) where they were placed."""
+        if self.landed is None:
+            stored[:, :, self.slots - self.fresh : self.slots] = new
+            return
+        index = self.landed.view(*self.landed.shape, *(1,) * (stored.dim() - 3))
+        index = index.expand(-1, -1, 1, *stored.shape[3:])
+        stored.scatter_(2, index, new.expand_as(index).to(stored.dtype))
+
+    def _grow(self, needed: int) -> None:
+        """Makes room for ``needed`` slots in every per-slot tensor but keys and values."""
+        assert self.positions is not None
+        if self.positions.shape[2] >= needed:
+            return
+        capacity = self._capacity(needed)
+        self.positions = _resized(self.positions, self.slots, capacity, -1)
+        if self.tokens is not None:
+            self.tokens = _resized(self.tokens, self.slots, capacity, -1)
+        columns = self.columns
+        self.state = {n: _resized(t, self.slots, capacity, columns[n].fill) for n, t in self.state.items()}
+
+    def _capacity(self, needed: int) -> int:
+        """Doubles up to the one slot over budget that a decode step needs; a prompt gets just what it needs."""
+        assert self.positions is not None
+        return max(needed, min(2 * self.positions.shape[2], self.bound() + 1))
+
+    def _grow_storage(self, keys: Tensor, values: Tensor) -> None:
+        assert self.keys is not None and self.values is not None and self.positions is not None
+        old = self.slots - self.fresh
+        capacity = self.positions.shape[2]
+        if old == 0 and capacity == self.slots:
+            # `contiguous` copies what the projections left transposed, as transformers' own cache does
+            self.keys = keys.clone(memory_format=torch.contiguous_format)
+            self.values = values.clone(memory_format=torch.contiguous_format)
+            return
+        self.keys, self.values = _resized(self.keys, old, capacity), _resized(self.values, old, capacity)
+        self.keys[:, :, old : self.slots] = keys
+        self.values[:, :, old : self.slots] = values
+
+    def _admit(self) -> None:
+        policy = self.spec.policy
+        if type(policy).admit is Policy.admit:
+            return
+        held = self.held()
+        if self.landed is None:
+            policy.admit(held.narrow(self.slots - self.fresh, self.slots))
+            return
+        # The new token overwrote a slot of its own in each head: show the policy that one slot, then put it back.
+        index = self.landed
+        new = Held(
+            positions=held.positions.gather(2, index),
+            seen=held.seen,
+            budget=held.budget,
+            prompt=held.prompt,
+            keys=_gathered(self.keys, index),
+            values=_gathered(self.values, index),
+            layer=self.index,
+            layers=self.spec.layers,
+            columns={name: _gathered(column, index) for name, column in self.state.items()},
+        )
+        policy.admit(new)
+        for name, column in new.columns.items():
+            self._write(self.state[name], column)
+
+    def exact_mask(self, mask: Tensor | None, heads: int) -> Tensor | None:
+        """The mask of this forward over slots: None, as given, or (B, 1 | heads, Q, slots).
+
+        ``mask`` is what transformers built: None, (B, tokens seen), or (B, 1 | heads, Q, tokens seen).
+        """
+        assert self.positions is not None and self.arrived is not None
+        if mask is not None:
+            if mask.shape[-1] != self.seen:
+                raise ObservationError(
+                    f"attention mask of shape {tuple(mask.shape)} for {self.seen} tokens seen: its last dimension "
+                    "must count every token seen, evicted ones included (cache.get_seq_length() + new tokens)"
+                )
+            self.learn_padding(masks.own_columns(mask, self.fresh))
+        if self.ordered:
+            return mask
+        positions = self.positions[:, :, : self.slots]
+        if mask is None and self.fresh == 1 and not self.gaps:
+            return None
+        if mask is None or mask.dim() == 2:
+            return self.causal_mask(heads)
+        columns = positions if self.tokens is None else self.tokens[:, :, : self.slots]
+        return masks.gather_columns(mask, columns, positions, heads)
+
+    def causal_mask(self, heads: int) -> Tensor:
+        """This forward's mask from positions alone: (B, heads, Q, slots) bool."""
+        assert self.arrived is not None
+        shown = masks.causal(self.slot_positions, self.arrived)
+        return shown.repeat_interleave(heads // shown.shape[1], 1)
+
+    def real_queries(self, first: int) -> Tensor | None:
+        """Which of the newest forward's queries from ``first`` on are real: (B, q) bool; None: all."""
+        assert self.arrived is not None
+        return None if self.row_seen is None else self.arrived[:, first:] >= 0
+
+    def learn_padding(self, real: Tensor) -> None:
+        """Takes the pads among the new tokens out of the books. ``real``: (B | 1, Q) bool."""
+        assert self.positions is not None and self.arrived is not None
+        if self.row_seen is None:
+            # One look at the mask. A decode step of an unpadded batch on sdpa has no mask and never comes here.
+            if bool(real.all()):
+                return
+            batch = self.positions.shape[0]
+            self.row_seen = torch.full((batch,), self.seen, device=self.positions.device)
+            self.tokens = self.positions.clone()
+            if self.prompt is not None:
+                self.row_prompt = torch.full_like(self.row_seen, self.prompt)
+            self.arrived = self.arrived.expand(batch, -1)
+        real = real.to(self.positions.device).expand(self.positions.shape[0], -1)
+        before = self.row_seen - self.fresh
+        self.row_seen = before + real.sum(1)
+        ranks = before[:, None] + real.cumsum(1) - 1
+        self.arrived = ranks.masked_fill(~real, -1)
+        self._write(self.positions, self.arrived[:, None])
+        self.gaps = True
+
+    def held(self) -> Held:
+        """What the policy may see, through views of the slots in use."""
+        assert self.positions is not None and self.keys is not None and self.values is not None
+        n = self.slots
+        seen: int | Tensor = self.seen
+        prompt: int | Tensor = self.seen if self.prompt is None else self.prompt
+        budget: int | Tensor = min(self.bound(), 2**31)
+        if self.row_seen is not None:
+            seen = self.row_seen[:, None, None]
+            prompt = seen if self.row_prompt is None else self.row_prompt[:, None, None]
+            if self.spec.varies:
+                budget = self._row_budgets()[:, None, None]
+        return Held(
+            positions=self.positions[:, :, :n],
+            seen=seen,
+            budget=budget,
+            prompt=prompt,
+            keys=self.keys[:, :, :n],
+            values=self.values[:, :, :n],
+            layer=self.index,
+            layers=self.spec.layers,
+            columns={name: column[:, :, :n] for name, column in self.state.items()},
+        )
+
+    def _row_budgets(self) -> Tensor:
+        assert self.row_seen is not None
+        prompt = self.row_seen if self.row_prompt is None else self.row_prompt
+        if isinstance(self.spec.budget, int) and self.row_budget is not None and self.row_prompt is not None:
+            return self.row_budget  # set by the prompt alone, and the prompt is over
+        self.row_budget = self.spec.row_tokens(self.index, self.row_seen, prompt)
+        return self.row_budget
+
+    @property
+    def wanted(self) -> int:
+        """How many of the newest forward's queries the policy wants to see."""
+        return min(self.spec.policy.queries, self.fresh)
+
+    def observe(self, blocks: Iterable[tuple[int, Tensor]]) -> None:
+        """Shows the policy attention rows: pairs (first query of the block, weights (B, H, G, q, l <= slots))."""
+        assert self.arrived is not None
+        held = self.held()
+        for start, weights in blocks:
+            positions = self.arrived[:, start : start + weights.shape[3]].expand(weights.shape[0], -1)
+            view = held if weights.shape[-1] == self.slots else held.first(weights.shape[-1])
+            self.spec.policy.observe(view, Rows(weights, positions))
+
+    # -- eviction --------------------------------------------------------------------------------------------
+
+    def scores(self) -> Tensor:
+        """The policy's scores of all slots, checked: (B, H, slots)."""
+        assert self.positions is not None
+        policy = self.spec.policy
+        scores = policy.score(self.held())
+        shape = tuple(self.positions[:, :, : self.slots].shape)
+        if not isinstance(scores, Tensor) or scores.dim() != 3 or scores.shape[2] != shape[2]:
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise PolicyError(
+                f"policy {policy.name!r} scored layer {self.index} with {got}: score() must return {shape}, or "
+                f"{(shape[0], 1, shape[2])} for all heads alike"
+            )
+        if scores.shape[0] != shape[0] or scores.shape[1] not in (1, shape[1]):
+            raise PolicyError(
+                f"policy {policy.name!r} scored layer {self.index} with {tuple(scores.shape)}: score() must return "
+                f"{shape}, or {(shape[0], 1, shape[2])} for all heads alike"
+            )
+        return scores.expand(shape)
+
+    def check_scores(self, scores: Tensor) -> None:
+        """Raises PolicyError if a real token's score is NaN."""
+        if not scores.dtype.is_floating_point:
+            return
+        bad = scores.isnan()
+        if bool(bad.any()):
+            assert self.positions is not None and self.keys is not None
+            if bool((bad & (self.positions[:, :, : self.slots] >= 0)).any()):
+                raise PolicyError(
+                    f"policy {self.spec.policy.name!r} scored tokens of layer {self.index} with NaN. If its formula "
+                    f"is sound, the model's {self.keys.dtype} activations overflowed: load it in bfloat16 or float32"
+                )
+
+    def protection(self) -> Tensor | None:
+        """Which slots may not go: (B, H, slots) bool, or None."""
+        assert self.positions is not None
+        policy, held = self.spec.policy, self.held()
+        return selection.protected(
+            held.positions,
+            seen=held.seen,
+            sinks=policy.sinks,
+            recent=policy.recent_for(held.budget),
+            prompt=held.prompt,
+            protect_prompt=policy.protect_prompt,
+            budget=held.budget,
+        )
+
+    def surplus(self) -> int:
+        """How many slots must go now."""
+        bound = self.bound()
+        if self.slots <= bound:
+            return 0
+        return self.slots - min(bound, self.spec.policy.keep(self.slots, bound))
+
+    def surplus_rows(self) -> int | Tensor:
+        """How many slots must go now in each row: an int, or (B, 1, 1)."""
+        if self.row_seen is None or not self.spec.varies:
+            return self.surplus()
+        return self.slots - self._row_budgets().clamp_max(self.slots - self.surplus())[:, None, None]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some row may hold more than its own budget."""
+        return self.surplus() > 0 or (self.row_seen is not None and self.spec.varies)
+
+    def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
+        self.pending = False
+        if not self.crowded:
+            return
+        scores = self.scores()
+        if rescore is not None:
+            scores = rescore(scores)
+        self.check_scores(scores)
+        protection = self.protection()
+        assert self.positions is not None
+        if protection is not None and self.spec.policy.protect_prompt is not None:
+            self._check_room(protection)
+        surplus = self.surplus()
+        varies = self.row_seen is not None and self.spec.varies
+        self.ordered = False
+        if surplus == 1 and not varies:
+            positions = self.positions[:, :, : self.slots]
+            self.free = selection.pick_victim(
+                scores, positions, protection, may_be_empty=self.gaps
+            )
+            positions.scatter_(2, self.free, -1)
+            return
+        self._compact(self.slots - surplus, scores, protection, varies)
+
+    def _check_room(self, protection: Tensor) -> None:
+        """A protected prompt that outgrew the budget is the user's error, never a silent eviction."""
+        if self.fresh > 1 and bool((protection.sum(-1) > self.bound()).any()):
+            raise OptionError(
+                f"protect_prompt={self.spec.policy.protect_prompt!r} with sinks and recent protects more than "
+                f"budget={self.bound()} tokens of this prompt: raise budget, or protect less"
+            )
+
+    def _compact(self, keep: int, scores: Tensor, protection: Tensor | None, varies: bool) -> None:
+        """Gathers the survivors, oldest first and empty slots last, into tensors of the budget's size."""
+        assert self.positions is not None and self.keys is not None and self.values is not None
+        positions = self.positions[:, :, : self.slots]
+        kept = selection.eviction_order(scores, positions, protection)[:, :, self.slots - keep :]
+        positions = positions.gather(2, kept)
+        if varies:
+            rank = torch.arange(keep, device=positions.device)
+            positions = positions.masked_fill(rank < keep - self._row_budgets()[:, None, None], -1)
+        last = torch.iinfo(positions.dtype).max
+        oldest = positions.masked_fill(positions < 0, last).argsort(dim=-1, stable=True)
+        kept, positions = kept.gather(2, oldest), positions.gather(2, oldest)
+        capacity = max(keep, min(self.bound() + 1, 2 * keep)) if self.spec.varies else max(keep, self.bound() + 1)
+        self.positions = _resized(positions, keep, capacity, -1)
+        self.keys = _resized(_gathered(self.keys, kept), keep, capacity)
+        self.values = _resized(_gathered(self.values, kept), keep, capacity)
+        if self.tokens is not None:
+            self.tokens = _resized(self.tokens.gather(2, kept), keep, capacity, -1)
+        columns = self.columns
+        self.state = {
+            name: _resized(_gathered(column, kept), keep, capacity, columns[name].fill)
+            for name, column in self.state.items()
+        }
+        self.slots = keep
+        self.gaps = self.row_seen is not None
+        self.arrived = self.landed = None
+
+    # -- batch operations ------------------------------------------------------------------------------------
+
+    def _rows(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Applies one change of batch rows to everything that has rows."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values", "positions", "tokens", "row_seen", "row_prompt", "row_budget", "free"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, move(tensor))
+        self.state = {name: move(column) for name, column in self.state.items()}
+        self.arrived = self.landed = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was: keys, values, positions and scores together."""
+        self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times in a row."""
+        self._rows(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only these rows."""
+        self._rows(lambda t: t[indices.to(t.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Only ``crop(0)`` is possible: evicted tokens cannot come back, so nothing is rolled back."""
+        if tokens_to_remove == 0:
+            return
+        raise NotImplementedError(
+            f"crop({tokens_to_remove}): an EvictingCache cannot take tokens back. Use cache.reset(), or a "
+            "copy.deepcopy(cache) made before the tokens you want to undo"
+        )
+
+    def reset(self) -> None:
+        """Forgets everything, and frees the memory."""
+        self._clear()
+
+
+def _resized(tensor: Tensor, used: int, capacity: int, fill: float | None = None) -> Tensor:
+    """The first ``used`` slots in a tensor of ``capacity`` slots; the rest holds ``fill``."""
+    if tensor.shape[2] == capacity == used and tensor.is_contiguous():
+        return tensor
+    shape = (*tensor.shape[:2], capacity, *tensor.shape[3:])
+    grown = tensor.new_empty(shape) if fill is None else tensor.new_full(shape, fill)
+    grown[:, :, :used] = tensor[:, :, :used]
+    return grown
+
+
+def _gathered(tensor: Tensor | None, index: Tensor) -> Tensor:
+    """tensor (B, H, slots, ...) at index (B, H, n)."""
+    assert tensor is not None
+    wide = index.view(*index.shape, *(1,) * (tensor.dim() - 3))
+    return tensor.gather(2, wide.expand(*index.shape, *tensor.shape[3:]))
+
+
+__all__ = ["ALL_QUERIES", "EvictingLayer", "Spec"]

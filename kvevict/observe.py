@@ -1,0 +1,337 @@
+"""How the attention that follows ``cache.update`` is seen, without patching anything that other models use.
+
+Three ways, by what the policy needs and what the model runs:
+
+* Policies that need no attention, on sdpa or eager: nothing is installed. Where the mask must be fixed or
+  padding is still unknown, ``update`` returns keys that report the mask they are used with (``Probe``).
+* Eager attention: hooks on the attention modules of this model read the weights that eager returns.
+* Any other kernel: the attention modules of this model are told to call a function of ours, which calls the
+  kernel and then recomputes the rows that the policy asked for from the same query and key tensors.
+
+``detach`` puts the model back exactly. Calls with other caches go straight to what the model had before.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, PreTrainedConfig
+
+from kvevict import host, masks
+from kvevict.errors import WrongModelError
+from kvevict.statistics import attention_rows
+
+if TYPE_CHECKING:
+    from kvevict.cache import EvictingCache
+    from kvevict.layer import EvictingLayer
+
+
+class Ticket:
+    """One forward of one layer, from ``update`` to the attention that follows it."""
+
+    def __init__(self, cache: EvictingCache, layer: EvictingLayer) -> None:
+        self.cache = cache
+        self.layer = layer
+
+    def exact_mask(self, mask: Tensor | None, heads: int) -> Tensor | None:
+        return self.layer.exact_mask(mask, heads)
+
+    def finish(self, blocks: Iterable[tuple[int, Tensor]] = ()) -> None:
+        with torch.no_grad():
+            self.layer.observe(blocks)
+            self.cache.settle(self.layer)
+
+
+# -- nothing installed -----------------------------------------------------------------------------------------
+
+_SAME_SCORES = {
+    torch.Tensor.matmul, torch.matmul, torch.Tensor.__matmul__, torch.Tensor.mul, torch.mul, torch.Tensor.__mul__,
+    torch.Tensor.__rmul__, torch.Tensor.div, torch.div, torch.Tensor.__truediv__, torch.Tensor.tanh, torch.tanh,
+    torch.Tensor.expand, torch.Tensor.reshape, torch.Tensor.view, torch.Tensor.transpose, torch.transpose,
+    torch.Tensor.__getitem__, torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.float, torch.Tensor.type,
+    torch.Tensor.unsqueeze, torch.Tensor.mT.__get__, torch.Tensor.repeat_interleave, torch.repeat_interleave,
+}  # fmt: skip  # one line per family reads better than thirty
+_ADDITIONS = {torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__}
+
+
+class Probe(torch.Tensor):
+    """Keys that hand their ticket the mask they are attended with, under sdpa or eager attention.
+
+    The mask is replaced by the exact one. Only the tensors on the way from keys to the mask stay probes.
+    """
+
+    ticket: Ticket
+    heads: int
+
+    @classmethod
+    def of(cls, keys: Tensor, ticket: Ticket) -> Probe:
+        probe = keys.as_subclass(cls)
+        probe.ticket = ticket
+        return probe
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        probe = next(a for a in (*args, *kwargs.values()) if isinstance(a, Probe))
+        ticket = getattr(probe, "ticket", None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if ticket is None:
+                return func(*args, **kwargs)
+            if func is F.scaled_dot_product_attention:
+                return cls._sdpa(ticket, *args, **kwargs)
+            if func in _ADDITIONS:
+                args = tuple(
+                    ticket.exact_mask(a, probe.shape[1]) if isinstance(a, Tensor) and a is not probe else a for a in args
+                )
+                result = func(*args, **kwargs)
+                ticket.finish()
+                return result
+            result = func(*args, **kwargs)
+        if func in _SAME_SCORES and isinstance(result, Tensor):
+            return cls.of(result, ticket)
+        return result
+
+    @staticmethod
+    def _sdpa(ticket: Ticket, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any,
+              **kwargs: Any) -> Tensor:  # fmt: skip  # the signature of scaled_dot_product_attention
+        # transformers packs the queries of a group as rows when there is one query and fewer KV heads
+        packed = ticket.layer.fresh == 1 and query.shape[1] == key.shape[1] and query.shape[2] > 1
+        heads = query.shape[1] * (query.shape[2] if packed else 1)
+        if attn_mask is not None and packed and attn_mask.shape[2] > 1:
+            attn_mask = attn_mask.reshape(attn_mask.shape[0], heads, 1, attn_mask.shape[-1])
+        exact = ticket.exact_mask(attn_mask, heads)
+        if exact is not None and packed and exact.shape[1] == heads:
+            exact = exact.reshape(exact.shape[0], key.shape[1], -1, exact.shape[-1])
+        if exact is not None and attn_mask is None and kwargs.get("is_causal"):
+            kwargs["is_causal"] = False
+        result = F.scaled_dot_product_attention(query, key, value, exact, *rest, **kwargs)
+        ticket.finish()
+        return result
+
+
+# -- installed on one model ------------------------------------------------------------------------------------
+
+_PREFIX = "kvevict_"
+_attached: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+class Attachment:
+    """What was installed on one model, and for which caches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base = host.implementation(model)
+        self.active = True
+        self.users: weakref.WeakSet[EvictingCache] = weakref.WeakSet()
+        self.handles: list[RemovableHandle] = []
+        self.configs: list[tuple[weakref.ref[nn.Module], PreTrainedConfig]] = []
+        modules = host.attention_modules(model)
+        if self.base == "eager":
+            for module in modules:
+                self.handles.append(module.register_forward_pre_hook(_before_eager, with_kwargs=True))
+                self.handles.append(module.register_forward_hook(_after_eager, with_kwargs=True))
+            return
+        name = _PREFIX + self.base
+        AttentionInterface.register(name, _observed(self.base))
+        views: dict[int, PreTrainedConfig] = {}
+        for module in modules:
+            config = module.config
+            assert isinstance(config, PreTrainedConfig)
+            view = views.setdefault(id(config), _config_view(config, self.base, name))
+            self.configs.append((weakref.ref(module), config))
+            module.config = view  # type: ignore[assignment]  # nn.Module types every attribute as Tensor | Module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return self  # a copied cache is observed through the same installation
+
+    def remove(self) -> None:
+        self.active = False
+        for handle in self.handles:
+            handle.remove()
+        for reference, config in self.configs:
+            module = reference()
+            if module is not None:
+                module.config = config  # type: ignore[assignment]  # as above
+        self.handles, self.configs = [], []
+
+
+def attach(model: nn.Module, cache: EvictingCache) -> Attachment:
+    """Prepares ``model`` so that ``cache`` sees its attention. Models prepared before are not prepared twice."""
+    with _lock:
+        attachment = _attached.get(model)
+        if attachment is not None and attachment.base != host.implementation(model):
+            attachment.remove()
+            attachment = None
+        if attachment is None:
+            attachment = _attached[model] = Attachment(model)
+        attachment.users.add(cache)
+        return attachment
+
+
+def detach(model: nn.Module) -> None:
+    """Puts ``model`` back exactly as it was before any cache was built for it.
+
+    Caches that need its attention raise when they are used again. A model that was never prepared is left alone.
+    """
+    with _lock:
+        attachment = _attached.pop(model, None)
+        if attachment is not None:
+            attachment.remove()
+
+
+def release(model: nn.Module, cache: EvictingCache) -> None:
+    """Ends one cache's use of ``model``; the last one to leave detaches it."""
+    with _lock:
+        attachment = _attached.get(model)
+        if attachment is None:
+            return
+        attachment.users.discard(cache)
+        if not attachment.users:
+            detach(model)
+
+
+def _config_view(config: PreTrainedConfig, base: str, name: str) -> PreTrainedConfig:
+    """A live view of ``config`` that names our attention function while the model still runs ``base``.
+
+    It shares the config's attributes both ways. Writing the name into the config itself would reach every other
+    model that was built from the same config object.
+    """
+    kind = type(config)
+
+    def get(self: PreTrainedConfig) -> str | None:
+        current: str | None = self._attn_implementation_internal
+        return name if current == base else current
+
+    def set_(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
+        config._attn_implementation = value
+
+    view_type = type(
+        kind.__name__,
+        (kind,),
+        {
+            "_attn_implementation": property(get, set_),
+            "__deepcopy__": lambda self, memo: copy.deepcopy(config, memo),
+            "__reduce_ex__": lambda self, protocol: (_identity, (config,)),
+            "__module__": kind.__module__,
+            "__init__": kind.__init__,
+        },
+    )
+    view: PreTrainedConfig = object.__new__(view_type)
+    object.__setattr__(view, "__dict__", config.__dict__)
+    return view
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+_TAG = "_kvevict_ticket"
+
+
+def tag(keys: Tensor, ticket: Ticket) -> Tensor:
+    """Marks a fresh view of the keys, so that the attention that receives it finds its cache."""
+    setattr(keys, _TAG, ticket)
+    return keys
+
+
+def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """An attention function that runs ``base`` and shows evicting caches what it attended."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        ticket: Ticket | None = getattr(key, _TAG, None)
+        kernel = host.attention_function(base)
+        if ticket is None:
+            return kernel(module, query, key, value, attention_mask, **kwargs)
+        exact = ticket.exact_mask(attention_mask, query.shape[1])
+        if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
+            kernel = host.attention_function("sdpa")  # flash kernels take no mask per head
+        result = kernel(module, query, key, value, exact, **kwargs)
+        if not ticket.layer.wanted:
+            ticket.finish()
+            return result
+        seen = exact
+        if seen is not None and seen.dim() == 2:
+            seen = ticket.layer.causal_mask(query.shape[1])
+        scaling = kwargs.get("scaling")
+        with torch.no_grad():
+            ticket.finish(
+                attention_rows(
+                    query.detach(),
+                    key.detach(),
+                    seen,
+                    scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                    last=ticket.layer.wanted,
+                    softcap=kwargs.get("softcap"),
+                    sinks=kwargs.get("s_aux"),
+                )
+            )
+        return result
+
+    return attention
+
+
+def _eager_layer(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The evicting cache and layer that this call of an attention module will update, or None."""
+    from kvevict.cache import EvictingCache
+    from kvevict.layer import EvictingLayer
+
+    cache = host.find_cache(kwargs)
+    if not isinstance(cache, EvictingCache):
+        return None
+    cache.check_module(module)
+    layer = cache.layers[module.layer_idx]  # type: ignore[index]  # nn.Module types attributes as Tensor | Module
+    return (cache, layer) if isinstance(layer, EvictingLayer) and not cache.free else None
+
+
+def _before_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _eager_layer(module, kwargs)
+    if found is None:
+        return None
+    cache, layer = found
+    hidden = args[0] if args else kwargs["hidden_states"]
+    layer.check(hidden.shape[0], hidden.shape[1])
+    layer.hooked = True
+    if not layer.slots:
+        return None  # everything is new: transformers' mask is exact
+    layer.reserve(hidden.shape[1])
+    mask = layer.exact_mask(kwargs.get("attention_mask"), cache.heads)
+    if mask is not None:
+        mask = masks.additive(mask, hidden.dtype)
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def _after_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    found = _eager_layer(module, kwargs)
+    if found is None or not found[1].pending:
+        return
+    cache, layer = found
+    if layer.slots == layer.fresh:
+        layer.exact_mask(kwargs.get("attention_mask"), cache.heads)  # learns the prompt's padding
+    weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    if not isinstance(weights, Tensor) or weights.dim() != 4:
+        raise WrongModelError(
+            f"{type(module).__name__} returned no attention weights: kvevict cannot observe it with eager attention; "
+            "try model.set_attn_implementation('sdpa') before building the cache"
+        )
+    Ticket(cache, layer).finish(_eager_rows(layer, weights.detach()))
+
+
+def _eager_rows(layer: EvictingLayer, weights: Tensor) -> Iterable[tuple[int, Tensor]]:
+    """The last rows that the policy wants, of weights (B, heads, Q, slots)."""
+    first = layer.fresh - layer.wanted
+    if layer.wanted:
+        rows = weights[:, :, first:].float().unflatten(1, (layer.kv_heads, -1))  # (B, H, G, q, slots)
+        real = layer.real_queries(first)
+        yield first, rows if real is None else rows * real[:, None, None, :, None]

@@ -1,0 +1,215 @@
+"""What a policy is: it turns what a layer holds into scores, and nothing else.
+
+Shapes, here and in every policy:
+
+    B  batch rows            Q  queries of one block, oldest first
+    H  KV heads              L  stored slots (some may be empty)
+    G  query heads per KV    D  head size
+       head
+
+A policy never cuts, never counts budgets and never moves tensors. It may write to the columns that it
+declared, in place; the layer moves them together with the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvevict.errors import OptionError
+
+GroupReduction = Literal["mean", "max", "sum", "first"]
+GROUP_REDUCTIONS: tuple[str, ...] = ("mean", "max", "sum", "first")
+
+ALL_QUERIES = 2**62
+"""What a policy returns from ``queries`` to see every query of a forward."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number (or a small array) that a policy keeps for every stored token.
+
+    ``fill`` is the value of a token that just arrived, ``shape`` the trailing shape, ``dtype`` the
+    storage type; None means the type of the attention statistics (float32 inside a model).
+    """
+
+    fill: float = 0.0
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Held:
+    """What one layer holds, slot by slot. Slots are in no particular order.
+
+    positions: (B, H, L) int64, the token's index among its row's real tokens; -1 marks an empty slot.
+    seen:      tokens seen so far, this forward included: an int, or (B, 1, 1) int64 when rows differ.
+    prompt:    length of the prompt, like ``seen``.
+    budget:    tokens this layer may keep, like ``seen``.
+    keys, values: (B, H, L, D) as stored, or None outside a model.
+    layer, layers: index of this layer among the evicting layers, and how many there are.
+    columns:   the policy's own tensors, (B, H, L, ...), written in place.
+    """
+
+    positions: Tensor
+    seen: int | Tensor
+    budget: int | Tensor
+    prompt: int | Tensor = 0
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    layer: int = 0
+    layers: int = 1
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def first(self, slots: int) -> Held:
+        """The same layer seen through its first ``slots`` slots; writes go through."""
+        return self.narrow(0, slots)
+
+    def narrow(self, start: int, stop: int) -> Held:
+        """The same layer seen through slots ``start`` to ``stop``; writes go through."""
+        return dataclasses.replace(
+            self,
+            positions=self.positions[:, :, start:stop],
+            keys=None if self.keys is None else self.keys[:, :, start:stop],
+            values=None if self.values is None else self.values[:, :, start:stop],
+            columns={name: column[:, :, start:stop] for name, column in self.columns.items()},
+        )
+
+
+@dataclass
+class Rows:
+    """Attention rows of consecutive queries, oldest first.
+
+    weights:   (B, H, G, Q, L) softmax weights, zero where a query may not look and in the rows of pads.
+    positions: (B, Q) int64, each query's own position; -1 marks a pad.
+    """
+
+    weights: Tensor
+    positions: Tensor
+
+    def visible(self, held: Held) -> Tensor:
+        """How many held tokens each query could see: (B, H, Q), at least 1."""
+        slots = held.positions.unsqueeze(2)  # (B, H, 1, L)
+        queries = self.positions[:, None, :, None]  # (B, 1, Q, 1)
+        return ((slots >= 0) & (slots <= queries)).sum(-1).clamp_min(1)  # (B, H, Q)
+
+
+def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
+    """Turns query heads into KV heads: (B, H, G, ...) -> (B, H, ...)."""
+    if how == "mean":
+        return weights.mean(2)
+    if how == "max":
+        return weights.amax(2)
+    if how == "sum":
+        return weights.sum(2)
+    return weights[:, :, 0]
+
+
+def share_of(share: float, tokens: int) -> int:
+    """``share`` of ``tokens``, rounded down, with the share read as the decimal it prints as.
+
+    >>> share_of(0.3, 10)
+    3
+    """
+    return int(Fraction(repr(float(share))) * tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """Base of every policy: frozen options, a score, and the common protections.
+
+    sinks:  the row's first real tokens that are never evicted.
+    recent: the row's newest tokens that are never evicted.
+    protect_prompt: None; "whole" (no prompt token is evicted); or a share of the budget in (0, 1]: that
+        many prompt tokens stay, half of them from its start and half from its end.
+    """
+
+    name: ClassVar[str] = ""
+    consensus: ClassVar[bool] = False
+    """Whether all layers vote and evict the same tokens."""
+
+    sinks: int = 0
+    recent: int | None = 0
+    protect_prompt: Literal["whole"] | float | None = None
+
+    def __post_init__(self) -> None:
+        for option in ("sinks", "recent"):
+            value = getattr(self, option)
+            if value is None and option == "recent":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise OptionError(f"{type(self).__name__}({option}={value!r}): give a number of tokens, 0 or more")
+        share = self.protect_prompt
+        if share is None or share == "whole":
+            return
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+            raise OptionError(
+                f"{type(self).__name__}(protect_prompt={share!r}): give None, 'whole', or a share of the "
+                "budget above 0 and up to 1"
+            )
+
+    @property
+    def queries(self) -> int:
+        """How many of a forward's last queries ``observe`` must see: 0, a number, or ALL_QUERIES."""
+        return 0
+
+    @property
+    def evicts(self) -> bool:
+        """False for a policy that keeps everything whatever the budget."""
+        return True
+
+    @property
+    def prompt_sets_budgets(self) -> bool:
+        """True if ``layer_budgets`` depends on the prompt's length, so that rows may have different budgets."""
+        return False
+
+    def columns(self, budget: int) -> dict[str, Column]:
+        """The per-token state this policy keeps, by name. ``budget`` is the layer's largest."""
+        return {}
+
+    def recent_for(self, budget: int | Tensor) -> int | Tensor:
+        """How many newest tokens are protected under ``budget`` (an int, or (B, 1, 1))."""
+        return 0 if self.recent is None else self.recent
+
+    def least(self) -> int:
+        """The smallest budget that can hold the protected tokens."""
+        return max(1, self.sinks + (self.recent or 0))
+
+    def layer_budgets(self, budget: int, layers: int, prompt: int | None = None) -> list[int]:
+        """Tokens per KV head of each evicting layer, given the budget of an average layer.
+
+        ``prompt`` is the prompt's length once it is known.
+        """
+        return [budget] * layers
+
+    def keep(self, held: int, budget: int) -> int:
+        """How many of ``held`` tokens stay once they outgrow ``budget``."""
+        return budget
+
+    def admit(self, new: Held) -> None:
+        """Called with the slots of the tokens that just arrived, before they are attended to."""
+        return None
+
+    def observe(self, held: Held, rows: Rows) -> None:
+        """Called with the attention of this forward's last queries, in blocks, oldest first."""
+        return None
+
+    @abstractmethod
+    def score(self, held: Held) -> Tensor:
+        """Scores of the held tokens, higher means keep: (B, H, L), or (B, 1, L) for all heads alike."""
+
+
+def check_option(policy: Policy, option: str, ok: bool, expected: str) -> None:
+    """Raises OptionError naming the policy, the option, its value and what was expected."""
+    if not ok:
+        value = getattr(policy, option)
+        raise OptionError(f"{type(policy).__name__}({option}={value!r}): expected {expected}")

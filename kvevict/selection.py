@@ -1,0 +1,86 @@
+"""Who goes: a pure function of scores, protection and budget.
+
+Ties evict the lower position. Protected tokens leave the race by index, never by a large score, so that no
+score a policy invents can evict them (kvpress #226). Empty slots (position -1) always go first.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def protected(
+    positions: Tensor,
+    *,
+    seen: int | Tensor,
+    sinks: int,
+    recent: int | Tensor,
+    prompt: int | Tensor = 0,
+    protect_prompt: Literal["whole"] | float | None = None,
+    budget: int | Tensor = 0,
+) -> Tensor | None:
+    """Which slots may not be evicted: (B, H, L) bool, or None when none is protected.
+
+    ``positions`` is (B, H, L); ``seen``, ``recent``, ``prompt`` and ``budget`` are ints or (B, 1, 1).
+    """
+    parts = []
+    if sinks:
+        parts.append((positions >= 0) & (positions < sinks))
+    if isinstance(recent, Tensor) or recent > 0:
+        parts.append((positions >= 0) & (positions >= seen - recent))
+    if protect_prompt == "whole":
+        parts.append((positions >= 0) & (positions < prompt))
+    elif protect_prompt is not None:
+        head, tail = prompt_ends(protect_prompt, budget)
+        parts.append((positions >= 0) & (positions < prompt) & ((positions < head) | (positions >= prompt - tail)))
+    if not parts:
+        return None
+    kept = parts[0]
+    for part in parts[1:]:
+        kept = kept | part
+    return kept
+
+
+def prompt_ends(share: float, budget: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
+    """How many tokens of the prompt's start and of its end ``protect_prompt=share`` keeps, the odd one at the end."""
+    exact = Fraction(repr(float(share)))
+    total = budget * exact.numerator // exact.denominator
+    return total // 2, total - total // 2
+
+
+def pick_victim(scores: Tensor, positions: Tensor, protection: Tensor | None, *, may_be_empty: bool) -> Tensor:
+    """The one slot to free in each row and head: (B, H, 1) indices.
+
+    scores: (B, H, L), or (B, 1, L) for all heads alike; positions: (B, H, L).
+    """
+    if scores.dtype.is_floating_point:
+        highest: float = float("inf")
+        lowest: float = float("-inf")
+    else:
+        highest, lowest = torch.iinfo(scores.dtype).max, torch.iinfo(scores.dtype).min
+    scores = scores.expand_as(positions)
+    candidates = scores if protection is None else scores.masked_fill(protection, highest)
+    if may_be_empty:
+        candidates = candidates.masked_fill(positions < 0, lowest)
+    tied = candidates == candidates.amin(-1, keepdim=True)
+    if protection is not None:
+        tied &= ~protection
+    return positions.masked_fill(~tied, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+
+
+def eviction_order(scores: Tensor, positions: Tensor, protection: Tensor | None) -> Tensor:
+    """Slots from the first to go to the last: (B, H, L) indices.
+
+    Empty slots come first, then candidates by score and position, then protected tokens by score and position.
+    """
+    order = positions.argsort(dim=-1, stable=True)
+    ranked = scores.expand_as(positions).gather(-1, order).argsort(dim=-1, stable=True)
+    order = order.gather(-1, ranked)
+    rank = (positions >= 0).to(torch.int8)
+    if protection is not None:
+        rank = rank + protection.to(torch.int8)
+    return order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))

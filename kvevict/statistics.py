@@ -1,0 +1,68 @@
+"""Attention rows recomputed from the query and key tensors that the attention used.
+
+Only the rows that a policy declares are computed, in blocks of a few queries, so that a long prompt never
+makes a matrix of queries by keys. Everything is float32, whatever the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvevict.masks import visible
+
+BLOCK = 64
+"""Queries per block. On CPUs 64 rows stay in cache: larger blocks measured slower."""
+
+
+def attention_rows(
+    query: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    last: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Softmax rows of the last ``last`` queries, block by block, oldest first.
+
+    query: (B, heads, Q, D); keys: (B, H, L, D), the newest Q keys last unless a mask says otherwise.
+    mask:  None (causal, or one query that sees all), or (B, 1 | heads, Q, L), bool or additive float.
+    sinks: (heads,) learned sink logits, which take their share of the softmax (gpt-oss).
+    Yields (index of the block's first query, weights (B, H, G, q, l)) where l <= L covers the slots that the
+    block may see, and every hidden weight is exactly zero.
+    """
+    B, heads, Q, D = query.shape
+    H, L = keys.shape[1], keys.shape[2]
+    G = heads // H
+    start = max(0, Q - last)
+    for a in range(start, Q, BLOCK):
+        b = min(a + BLOCK, Q)
+        slots = L if mask is not None else L - Q + b
+        block = query[:, :, a:b].float().reshape(B, H, G * (b - a), D) * scaling
+        logits = block @ keys[:, :, :slots].float().transpose(-1, -2)
+        logits = logits.view(B, H, G, b - a, slots)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        shown = None
+        if mask is not None:
+            part = mask[:, :, a:b]
+            part = part.unsqueeze(1) if part.shape[1] == 1 else part.unflatten(1, (H, G))  # (B, 1 | H, 1 | G, q, L)
+            if part.dtype != torch.bool:
+                logits = logits + part.float()
+            shown = visible(part)
+            logits = logits.masked_fill(~shown, float("-inf"))
+        elif b - a > 1:
+            hidden = torch.ones(b - a, b - a, dtype=torch.bool, device=logits.device).triu(1)
+            logits[..., slots - (b - a) :].masked_fill_(hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks.float().view(1, H, G, 1, 1).expand(B, H, G, b - a, 1)
+            weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+        else:
+            weights = logits.softmax(-1)
+        if shown is not None:
+            weights = weights.masked_fill(~shown, 0.0)  # a pad's row is all hidden: its softmax is NaN
+        yield a, weights

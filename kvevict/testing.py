@@ -1,0 +1,111 @@
+"""The slow, obvious reference: full attention under an explicit mask that hides the evicted tokens.
+
+``replay`` feeds the same tokens to the same model with a ``DynamicCache`` that keeps everything, and hides from
+every query what an evicting cache no longer held: per layer, KV head and batch row. If logits agree, eviction did
+exactly what it says and nothing else. Use it to test a policy of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvevict import host
+from kvevict.cache import EvictingCache
+
+
+def run(
+    model: PreTrainedModel,
+    cache: EvictingCache,
+    forwards: Sequence[Tensor],
+    attention_mask: Tensor | None = None,
+    position_ids: bool = True,
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Feeds token blocks (B, Q) to ``model`` with ``cache``.
+
+    attention_mask: (B, all tokens), 0 for pads. ``position_ids``: whether to pass them, counted over real tokens.
+    Returns each forward's logits (B, Q, vocabulary), and what each evicting layer held before that forward.
+    """
+    logits, held = [], []
+    done = 0
+    for block in forwards:
+        held.append([layer.kept_positions().clone() for layer in cache.evicting_layers])
+        done += block.shape[1]
+        arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask[:, :done]
+        if position_ids:
+            arguments["position_ids"] = _positions(block, attention_mask, done)
+        with torch.no_grad():
+            logits.append(model(block, **arguments).logits)
+    return logits, held
+
+
+def replay(
+    model: PreTrainedModel,
+    held: Sequence[Sequence[Tensor]],
+    forwards: Sequence[Tensor],
+    attention_mask: Tensor | None = None,
+) -> list[Tensor]:
+    """The logits of the same forwards by full attention under explicit masks.
+
+    ``model`` must run eager attention and must not be prepared for an evicting cache. ``held[i][layer]`` is
+    (B, H, L), the positions held before forward i, -1 for none.
+    """
+    if host.implementation(model) != "eager":
+        raise ValueError("replay needs eager attention: model.set_attn_implementation('eager')")
+    modules = sorted(host.attention_modules(model), key=lambda m: int(m.layer_idx))  # type: ignore[call-overload]
+    full = [m for m, layer in zip(modules, host.host_layers(host.decoder_config(model)), strict=True)
+            if host.is_full_attention(layer)]  # fmt: skip  # one thought
+    masks: dict[int, Tensor] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda m, args, kwargs: (args, {**kwargs, "attention_mask": masks[id(m)]}), with_kwargs=True
+        )
+        for module in full
+    ]
+    cache = DynamicCache(config=host.decoder_config(model))
+    heads = int(host.decoder_config(model).num_attention_heads)
+    logits = []
+    done = 0
+    try:
+        for before, block in zip(held, forwards, strict=True):
+            batch, queries = block.shape
+            real = torch.ones(batch, done + queries) if attention_mask is None else attention_mask[:, : done + queries]
+            real = real.bool()
+            ranks = real.long().cumsum(1) - 1  # position of each column
+            for module, kept in zip(full, before, strict=True):
+                kv_heads = max(kept.shape[1], 1)
+                shown = torch.zeros(batch, kv_heads, queries, done + queries, dtype=torch.bool)
+                for b in range(batch):
+                    for h in range(kv_heads):
+                        old = set(kept[b, h].tolist()) if kept.numel() else set()
+                        for column in range(done + queries):
+                            if not real[b, column] or (column < done and int(ranks[b, column]) not in old):
+                                continue
+                            shown[b, h, max(0, column - done) :, column] = True
+                mask = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
+                masks[id(module)] = mask.repeat_interleave(heads // kv_heads, 1).to(next(model.parameters()).dtype)
+            done += queries
+            arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
+            if attention_mask is not None:
+                arguments["attention_mask"] = attention_mask[:, :done]
+            arguments["position_ids"] = _positions(block, attention_mask, done)
+            with torch.no_grad():
+                logits.append(model(block, **arguments).logits)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits
+
+
+def _positions(block: Tensor, attention_mask: Tensor | None, done: int) -> Tensor:
+    """Positions of the newest block's tokens, counted over real tokens."""
+    if attention_mask is None:
+        return torch.arange(done - block.shape[1], done)[None].expand(block.shape[0], -1)
+    ranks = attention_mask[:, :done].long().cumsum(1) - 1
+    return ranks.clamp_min(0)[:, -block.shape[1] :]
