@@ -46,28 +46,42 @@ class Spec:
         return max(share_of(self.budget, seen), self.policy.least())
 
     def tokens(self, layer: int, seen: int, prompt: int | None) -> int:
-        """Tokens per KV head that ``layer`` may keep after ``seen`` tokens."""
+        """Tokens per KV head that ``layer`` may keep after ``seen`` tokens.
+
+        While no more than an average budget was seen, nothing goes, whatever the layer's share of the total.
+        """
         if not self.policy.evicts:
             return UNBOUNDED
-        key = (self.average(seen), prompt if self.policy.prompt_sets_budgets else None)
+        average = self.average(seen)
+        own = self._layer_budgets(average, prompt)[layer]
+        return own if seen > average else max(own, average)
+
+    def _layer_budgets(self, average: int, prompt: int | None) -> list[int]:
+        key = (average, prompt if self.policy.prompt_sets_budgets else None)
         if key not in self._tokens:
             if not isinstance(self.budget, int):
                 self._tokens.clear()  # a share of what was seen grows for ever: remember only the current one
-            self._tokens[key] = self.policy.layer_budgets(key[0], self.layers, key[1])
-        return self._tokens[key][layer]
+            self._tokens[key] = self.policy.layer_budgets(average, self.layers, key[1])
+        return self._tokens[key]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer gets the same budget."""
+        return type(self.policy).layer_budgets is Policy.layer_budgets
 
     @property
     def varies(self) -> bool:
         """Whether rows of different length have different budgets."""
-        if not self.policy.evicts:
-            return False
-        return not isinstance(self.budget, int) or self.policy.prompt_sets_budgets
+        return self.policy.evicts and not (self.uniform and isinstance(self.budget, int))
 
     def row_tokens(self, layer: int, seen: Tensor, prompt: Tensor) -> Tensor:
         """``tokens`` for each row: seen, prompt and the result are (B,) int64."""
-        if not isinstance(self.budget, int) and type(self.policy).layer_budgets is Policy.layer_budgets:
+        if not isinstance(self.budget, int) and self.uniform:
             share = Fraction(repr(self.budget))
             return (seen * share.numerator // share.denominator).clamp_min(self.policy.least())
+        if isinstance(self.budget, int) and not self.policy.prompt_sets_budgets:
+            own = self._layer_budgets(self.budget, None)[layer]
+            return torch.where(seen > self.budget, own, max(own, self.budget))
         # Only PyramidKV under a share of the tokens seen, or with its authors' rounding, comes here.
         rows = zip(seen.tolist(), prompt.tolist(), strict=True)
         return torch.tensor([self.tokens(layer, s, p) for s, p in rows], device=seen.device)
@@ -101,7 +115,7 @@ class EvictingLayer(CacheLayerMixin):
         self.prompt: int | None = None  # columns of the prompt, once it is over
         self.row_seen: Tensor | None = None  # (B,) real tokens; None: no pads so far
         self.row_prompt: Tensor | None = None
-        self.row_budget: Tensor | None = None  # (B,) where rows have budgets of their own
+        self.shortest = 0  # real tokens of the row that has fewest
         self.arrived: Tensor | None = None  # (B | 1, Q) positions of the newest forward's tokens, -1 for pads
         self.fresh = 0  # tokens of the newest forward
         self.free: Tensor | None = None  # (B, H, 1) one empty slot in every row and head
@@ -148,7 +162,9 @@ class EvictingLayer(CacheLayerMixin):
         """Tokens per KV head that may stay now: the largest over rows."""
         if self.row_seen is not None and self.spec.policy.prompt_sets_budgets:
             return int(self._row_budgets().max())
-        return self.spec.tokens(self.index, self.seen, self.seen if self.prompt is None else self.prompt)
+        prompt = self.seen if self.prompt is None else self.prompt
+        longest = self.spec.tokens(self.index, self.seen, prompt)
+        return longest if self.row_seen is None else max(longest, self.spec.tokens(self.index, self.shortest, prompt))
 
     @property
     def stored(self) -> int:
@@ -158,7 +174,7 @@ class EvictingLayer(CacheLayerMixin):
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer keeps alive."""
         named = (self.keys, self.values, self.positions, self.tokens, self.row_seen, self.row_prompt)
-        loose = (self.row_budget, self.arrived, self.free, self.landed)
+        loose = (self.arrived, self.free, self.landed)
         return [t for t in (*named, *loose, *self.state.values()) if t is not None]
 
     def kept_positions(self) -> Tensor:
@@ -236,6 +252,7 @@ class EvictingLayer(CacheLayerMixin):
             self.slots += tokens
         column = self.seen
         self.seen += tokens
+        self.shortest += tokens
         self.fresh = tokens
         self._write(self.positions, self.arrived[:, None])
         if self.tokens is not None:
@@ -388,6 +405,8 @@ class EvictingLayer(CacheLayerMixin):
         real = real.to(self.positions.device).expand(self.positions.shape[0], -1)
         before = self.row_seen - self.fresh
         self.row_seen = before + real.sum(1)
+        if self.fresh > 1:
+            self.shortest = int(self.row_seen.min())
         ranks = before[:, None] + real.cumsum(1) - 1
         self.arrived = ranks.masked_fill(~real, -1)
         self._write(self.positions, self.arrived[:, None])
@@ -403,7 +422,7 @@ class EvictingLayer(CacheLayerMixin):
         if self.row_seen is not None:
             seen = self.row_seen[:, None, None]
             prompt = seen if self.row_prompt is None else self.row_prompt[:, None, None]
-            if self.spec.varies:
+            if self.uneven:
                 budget = self._row_budgets()[:, None, None]
         return Held(
             positions=self.positions[:, :, :n],
@@ -420,10 +439,7 @@ class EvictingLayer(CacheLayerMixin):
     def _row_budgets(self) -> Tensor:
         assert self.row_seen is not None
         prompt = self.row_seen if self.row_prompt is None else self.row_prompt
-        if isinstance(self.spec.budget, int) and self.row_budget is not None and self.row_prompt is not None:
-            return self.row_budget  # set by the prompt alone, and the prompt is over
-        self.row_budget = self.spec.row_tokens(self.index, self.row_seen, prompt)
-        return self.row_budget
+        return self.spec.row_tokens(self.index, self.row_seen, prompt)
 
     @property
     def wanted(self) -> int:
@@ -496,14 +512,19 @@ class EvictingLayer(CacheLayerMixin):
 
     def surplus_rows(self) -> int | Tensor:
         """How many slots must go now in each row: an int, or (B, 1, 1)."""
-        if self.row_seen is None or not self.spec.varies:
+        if not self.uneven:
             return self.surplus()
         return self.slots - self._row_budgets().clamp_max(self.slots - self.surplus())[:, None, None]
 
     @property
     def crowded(self) -> bool:
         """Whether some row may hold more than its own budget."""
-        return self.surplus() > 0 or (self.row_seen is not None and self.spec.varies)
+        return self.surplus() > 0 or (self.uneven and self.seen > self.spec.average(self.seen))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether rows may have different budgets now."""
+        return self.row_seen is not None and self.spec.varies
 
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
@@ -519,16 +540,19 @@ class EvictingLayer(CacheLayerMixin):
         if protection is not None and self.spec.policy.protect_prompt is not None:
             self._check_room(protection)
         surplus = self.surplus()
-        varies = self.row_seen is not None and self.spec.varies
         self.ordered = False
-        if surplus == 1 and not varies:
-            positions = self.positions[:, :, : self.slots]
-            self.free = selection.pick_victim(
-                scores, positions, protection, may_be_empty=self.gaps
-            )
+        positions = self.slot_positions
+        if surplus > 1:
+            self._compact(self.slots - surplus, scores, protection)
+        elif not self.uneven:
+            self.free = selection.pick_victim(scores, positions, protection, may_be_empty=self.gaps)
             positions.scatter_(2, self.free, -1)
-            return
-        self._compact(self.slots - surplus, scores, protection, varies)
+        else:
+            order = selection.eviction_order(scores, positions, protection)
+            going = torch.arange(self.slots, device=order.device) < self.surplus_rows()
+            positions.masked_fill_(torch.zeros_like(going.expand_as(order)).scatter_(2, order, going.expand_as(order)), -1)
+            self.gaps = True
+            self.free = order[:, :, :1] if surplus else None
 
     def _check_room(self, protection: Tensor) -> None:
         """A protected prompt that outgrew the budget is the user's error, never a silent eviction."""
@@ -538,19 +562,19 @@ class EvictingLayer(CacheLayerMixin):
                 f"budget={self.bound()} tokens of this prompt: raise budget, or protect less"
             )
 
-    def _compact(self, keep: int, scores: Tensor, protection: Tensor | None, varies: bool) -> None:
+    def _compact(self, keep: int, scores: Tensor, protection: Tensor | None) -> None:
         """Gathers the survivors, oldest first and empty slots last, into tensors of the budget's size."""
         assert self.positions is not None and self.keys is not None and self.values is not None
         positions = self.positions[:, :, : self.slots]
         kept = selection.eviction_order(scores, positions, protection)[:, :, self.slots - keep :]
         positions = positions.gather(2, kept)
-        if varies:
-            rank = torch.arange(keep, device=positions.device)
-            positions = positions.masked_fill(rank < keep - self._row_budgets()[:, None, None], -1)
+        if self.uneven:
+            over = self.surplus_rows() - (self.slots - keep)
+            positions = positions.masked_fill(torch.arange(keep, device=positions.device) < over, -1)
         last = torch.iinfo(positions.dtype).max
         oldest = positions.masked_fill(positions < 0, last).argsort(dim=-1, stable=True)
         kept, positions = kept.gather(2, oldest), positions.gather(2, oldest)
-        capacity = max(keep, min(self.bound() + 1, 2 * keep)) if self.spec.varies else max(keep, self.bound() + 1)
+        capacity = max(keep, self.bound() + 1)
         self.positions = _resized(positions, keep, capacity, -1)
         self.keys = _resized(_gathered(self.keys, kept), keep, capacity)
         self.values = _resized(_gathered(self.values, kept), keep, capacity)
@@ -571,7 +595,7 @@ class EvictingLayer(CacheLayerMixin):
         """Applies one change of batch rows to everything that has rows."""
         if not self.is_initialized:
             return
-        for name in ("keys", "values", "positions", "tokens", "row_seen", "row_prompt", "row_budget", "free"):
+        for name in ("keys", "values", "positions", "tokens", "row_seen", "row_prompt", "free"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, move(tensor))

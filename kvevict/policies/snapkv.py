@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvevict.policies.base import (
+    GROUP_REDUCTIONS,
+    Column,
+    GroupReduction,
+    Held,
+    Policy,
+    Rows,
+    check_option,
+    reduce_group,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Policy):
+    """Keeps the tokens that the last queries attended to, with their neighbours, and those queries' own tokens.
+
+        score = pool over `kernel` neighbours of (attention summed over the last `window` queries), per KV head
+
+    Source: SnapKV: LLM Knows What You are Looking for Before Generation (Li et al., 2024,
+    https://arxiv.org/abs/2404.14469). The defaults are the authors' `init_snapkv`.
+
+    window: queries that vote. Costs window + 1 numbers per token and head.
+    kernel: neighbours pooled together, odd; 1 is no pooling.
+    pool:   "avg" (zeros beyond the ends, as the authors' code) or "max".
+    recent: newest tokens that stay; None is `window`, as in the paper.
+    group:  how the query heads of one KV head become one, before they are pooled.
+    scores: "rolling", the last `window` queries vote, whatever they are, so that generated tokens compete;
+        or "prompt", only the last prompt queries vote, once, and generated tokens rank above the prompt:
+        they go, oldest first, when no unprotected prompt token is left.
+    pool_over: "prefix", the tokens older than the last `window`, as in the paper (the last ones have no
+        score and go last); or "held", all held tokens.
+    Differs from the paper: the paper cuts the prompt once and lets generated tokens pile up; here they count
+        towards the budget. The authors' code keeps a copy of a KV head for each of its query heads; here
+        they share one.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    recent: int | None = None
+    window: int = 32
+    kernel: int = 5
+    pool: Literal["avg", "max"] = "avg"
+    group: GroupReduction = "mean"
+    scores: Literal["rolling", "prompt"] = "rolling"
+    pool_over: Literal["prefix", "held"] = "prefix"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_option(self, "window", type(self.window) is int and self.window >= 1, "a number of queries, 1 or more")
+        kernel_ok = type(self.kernel) is int and self.kernel >= 1 and self.kernel % 2 == 1
+        check_option(self, "kernel", kernel_ok, "an odd number of tokens: an even one would shift the scores")
+        check_option(self, "pool", self.pool in ("avg", "max"), "'avg' or 'max'")
+        check_option(self, "group", self.group in GROUP_REDUCTIONS, f"one of {', '.join(GROUP_REDUCTIONS)}")
+        check_option(self, "scores", self.scores in ("rolling", "prompt"), "'rolling' or 'prompt'")
+        check_option(self, "pool_over", self.pool_over in ("prefix", "held"), "'prefix' or 'held'")
+
+    @property
+    def queries(self) -> int:
+        return self.window
+
+    def columns(self, budget: int) -> dict[str, Column]:
+        columns = {"votes": Column(shape=(self.window + 1,))}  # one per query; the last is for those that don't vote
+        if self.scores == "prompt":
+            columns["score"] = Column(fill=float("inf"))
+        return columns
+
+    def recent_for(self, budget: int | Tensor) -> int | Tensor:
+        return self.window if self.recent is None else self.recent
+
+    def least(self) -> int:
+        return max(1, self.sinks + (self.window if self.recent is None else self.recent))
+
+    def observe(self, held: Held, rows: Rows) -> None:
+        generating = isinstance(held.seen, int) and isinstance(held.prompt, int) and held.seen > held.prompt
+        if self.scores == "prompt" and generating and rows.positions.shape[1] == 1:
+            return  # saves time only: a generated query has no vote
+        votes = held["votes"]
+        queries = rows.positions  # (B, Q)
+        voting = (queries >= 0) & (queries > queries.amax(1, keepdim=True) - self.window)
+        if self.scores == "prompt":
+            prompt = held.prompt.view(-1, 1) if isinstance(held.prompt, Tensor) else held.prompt
+            voting = (queries >= 0) & (queries < prompt) & (queries >= prompt - self.window)
+        place = torch.where(voting, queries % self.window, self.window)  # (B, Q)
+        weights = reduce_group(rows.weights, self.group).transpose(-1, -2)  # (B, H, L, Q)
+        votes.scatter_(-1, place[:, None, None].expand_as(weights), weights.to(votes.dtype))
+        if self.scores == "prompt":
+            voted = voting.any(1)[:, None, None]  # (B, 1, 1)
+            held["score"].copy_(torch.where(voted, self._pooled(held, held.prompt), held["score"]))
+
+    def score(self, held: Held) -> Tensor:
+        return held["score"] if self.scores == "prompt" else self._pooled(held, held.seen)  # (B, H, L)
+
+    def _pooled(self, held: Held, end: int | Tensor) -> Tensor:
+        """Votes pooled over neighbours among the tokens below ``end``; infinity for the others: (B, H, L)."""
+        scored = (held.positions >= 0) & (held.positions < end)
+        if self.pool_over == "prefix":
+            scored &= held.positions < end - self.window
+        nothing = 0.0 if self.pool == "avg" else float("-inf")
+        votes = held["votes"][..., : self.window].sum(-1).masked_fill(~scored, nothing)  # (B, H, L)
+        order = held.positions.argsort(-1)  # empty slots first: they pad the start, newer tokens the end
+        votes = votes.gather(-1, order)
+        pad = self.kernel // 2
+        if self.pool == "avg":
+            pooled = F.avg_pool1d(votes, self.kernel, stride=1, padding=pad, count_include_pad=True)
+        else:
+            pooled = F.max_pool1d(votes, self.kernel, stride=1, padding=pad)
+        return torch.empty_like(pooled).scatter_(-1, order, pooled).masked_fill(~scored, float("inf"))
