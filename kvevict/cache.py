@@ -15,7 +15,7 @@ from kvevict import host, observe, selection
 from kvevict.errors import ObservationError, OptionError, UnsupportedModelError, WrongModelError
 from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import make_policy
-from kvevict.policies.base import Policy, share_of
+from kvevict.policies.base import Policy
 from kvevict.rope import rerotation_for
 
 
@@ -115,8 +115,8 @@ class EvictingCache(Cache):
         layer = self.layers[self._layer_index(layer_idx)]
         if not isinstance(layer, EvictingLayer):
             raise OptionError(
-                f"kept_positions({layer_idx}): layer {layer_idx} is a {type(layer).__name__} of transformers; the layers "
-                f"that evict are {self._evicting}"
+                f"kept_positions({layer_idx}): layer {layer_idx} is a {type(layer).__name__} of transformers; the "
+                f"layers that evict are {self._evicting}"
             )
         return layer.kept_positions()
 
@@ -163,7 +163,8 @@ class EvictingCache(Cache):
             if self._attachment is not None:
                 if not self._attachment.active:
                     raise ObservationError(
-                        "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
+                        "the model was detached, so this cache can no longer see its attention: build a new "
+                        "EvictingCache"
                     )
                 self._attachment.users.add(self)  # a deep copy joins when it is first used
         hooked = layer.hooked
@@ -223,7 +224,7 @@ def _check_model(model: object, policy: Policy) -> Any:
     config = host.decoder_config(model)
     name = type(model).__name__
     reasons = {
-        "is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),  # type: ignore[union-attr]
+        "is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),
         "compresses its keys and values into latents (MLA)": getattr(config, "kv_lora_rank", None),
         "shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0)
         or any(type(layer).__name__ == "DummyLayer" for layer in host.host_layers(config)),
@@ -232,7 +233,9 @@ def _check_model(model: object, policy: Policy) -> Any:
     }
     for reason, true in reasons.items():
         if true:
-            raise UnsupportedModelError(f"{name} {reason}, which kvevict does not evict from: use transformers' own cache")
+            raise UnsupportedModelError(
+                f"{name} {reason}, which kvevict does not evict from: use transformers' own cache"
+            )
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         raise UnsupportedModelError(
@@ -256,23 +259,22 @@ def _check_protection(spec: Spec) -> None:
         return
     smallest = min(policy.layer_budgets(budget, spec.layers, None))
     recent = policy.recent_for(smallest)
-    assert isinstance(recent, int)
-    needed = policy.sinks + recent
+    where = "" if smallest == budget else f" (its smallest layer gets {smallest})"
+    needed = policy.sinks + int(recent)
     if needed > smallest:
-        where = "" if smallest == budget else f" (its smallest layer gets {smallest})"
         raise OptionError(
             f"budget={budget}{where} cannot hold sinks={policy.sinks} and recent={recent} ({needed} tokens): raise "
             f"budget to at least {needed + budget - smallest}, or lower one of them"
         )
     share = policy.protect_prompt
-    if isinstance(share, float) or (isinstance(share, int) and not isinstance(share, str)):
-        prompt = share_of(float(share), smallest)
-        total = prompt + recent + max(0, policy.sinks - prompt // 2)
-        if total > smallest:
-            raise OptionError(
-                f"protect_prompt={share} protects {prompt} of budget={smallest} tokens, and sinks={policy.sinks} and "
-                f"recent={recent} more ({total} in all): lower protect_prompt or recent, or raise budget"
-            )
+    if share is None or share == "whole":
+        return
+    needed = policy.protected_tokens(smallest, 0)
+    if needed > smallest:
+        raise OptionError(
+            f"budget={budget}{where} cannot hold protect_prompt={share} with sinks={policy.sinks} and recent={recent} "
+            f"({needed} tokens): lower one of them, or raise budget"
+        )
 
 
 def _votes(layers: Iterable[EvictingLayer]) -> Tensor:

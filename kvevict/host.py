@@ -75,12 +75,9 @@ def is_full_attention(layer: object) -> bool:
     return type(layer) is DynamicLayer
 
 
-def find_cache(arguments: Mapping[str, Any]) -> object | None:
+def find_cache(arguments: Mapping[str, object]) -> object | None:
     """The cache among an attention module's keyword arguments."""
-    for name in CACHE_ARGUMENTS:
-        if arguments.get(name) is not None:
-            return arguments[name]
-    return None
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def calling_module(depth: int) -> nn.Module | None:

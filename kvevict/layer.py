@@ -23,7 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvevict import masks, selection
 from kvevict.errors import ObservationError, OptionError, PolicyError, WrongModelError
-from kvevict.policies.base import ALL_QUERIES, Held, Policy, Rows, share_of
+from kvevict.policies.base import Column, Held, Policy, Rows, share_of
 from kvevict.rope import Rerotation
 
 UNBOUNDED = 2**62
@@ -98,7 +98,7 @@ class EvictingLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, spec: Spec, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers does not annotate it
         self.spec = spec
         self.index = index
         self._clear()
@@ -124,6 +124,7 @@ class EvictingLayer(CacheLayerMixin):
         self.gaps = False  # some slots in use may be empty
         self.reserved = False
         self.pending = False
+        self.bad: Tensor | None = None  # whether a score was NaN, not looked at yet
         self.hooked = False  # a hook on the attention module saw this forward coming
 
     # -- what transformers asks ------------------------------------------------------------------------------
@@ -153,7 +154,8 @@ class EvictingLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
-    def columns(self) -> Any:
+    def columns(self) -> dict[str, Column]:
+        """What the policy keeps for every token."""
         return self.spec.policy.columns(min(self.bound(), 2**31))
 
     # -- sizes -----------------------------------------------------------------------------------------------
@@ -174,13 +176,14 @@ class EvictingLayer(CacheLayerMixin):
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer keeps alive."""
         named = (self.keys, self.values, self.positions, self.tokens, self.row_seen, self.row_prompt)
-        loose = (self.arrived, self.free, self.landed)
+        loose = (self.arrived, self.free, self.landed, self.bad)
         return [t for t in (*named, *loose, *self.state.values()) if t is not None]
 
     def kept_positions(self) -> Tensor:
         """Positions still held, ascending, -1 after the end of shorter rows: (B, H, L) int64."""
         if self.positions is None:
             return torch.empty(0, 0, 0, dtype=torch.long)
+        self.raise_if_bad()
         held = self.positions[:, :, : self.slots]
         last = torch.iinfo(held.dtype).max
         held = held.masked_fill(held < 0, last).sort(-1).values
@@ -189,6 +192,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def kv_heads(self) -> int:
+        """Heads that keys and values have, as stored."""
         assert self.positions is not None
         return self.positions.shape[1]
 
@@ -379,7 +383,7 @@ class EvictingLayer(CacheLayerMixin):
         return masks.gather_columns(mask, columns, positions, heads)
 
     def causal_mask(self, heads: int) -> Tensor:
-        """This forward's mask from positions alone: (B, heads, Q, slots) bool."""
+        """The newest forward's mask from positions alone: (B, heads, Q, slots) bool."""
         assert self.arrived is not None
         shown = masks.causal(self.slot_positions, self.arrived)
         return shown.repeat_interleave(heads // shown.shape[1], 1)
@@ -477,17 +481,27 @@ class EvictingLayer(CacheLayerMixin):
         return scores.expand(shape)
 
     def check_scores(self, scores: Tensor) -> None:
-        """Raises PolicyError if a real token's score is NaN."""
+        """Raises PolicyError if a real token's score is NaN.
+
+        Reading the answer makes the CPU wait for an accelerator. There, decode steps only remember it, and the
+        next forward of several tokens, or ``kept_positions``, raises.
+        """
         if not scores.dtype.is_floating_point:
             return
-        bad = scores.isnan()
-        if bool(bad.any()):
-            assert self.positions is not None and self.keys is not None
-            if bool((bad & (self.positions[:, :, : self.slots] >= 0)).any()):
-                raise PolicyError(
-                    f"policy {self.spec.policy.name!r} scored tokens of layer {self.index} with NaN. If its formula "
-                    f"is sound, the model's {self.keys.dtype} activations overflowed: load it in bfloat16 or float32"
-                )
+        bad = (scores.isnan() & (self.slot_positions >= 0)).any()
+        self.bad = bad if self.bad is None else self.bad | bad
+        if self.fresh > 1 or bad.device.type == "cpu":
+            self.raise_if_bad()
+
+    def raise_if_bad(self) -> None:
+        """Raises PolicyError if some score was NaN since the last look."""
+        bad, self.bad = self.bad, None
+        if bad is not None and bool(bad):
+            assert self.keys is not None
+            raise PolicyError(
+                f"policy {self.spec.policy.name!r} scored tokens of layer {self.index} with NaN. If its formula is "
+                f"sound, the model's {self.keys.dtype} activations overflowed: load it in bfloat16 or float32"
+            )
 
     def protection(self) -> Tensor | None:
         """Which slots may not go: (B, H, slots) bool, or None."""
@@ -508,7 +522,11 @@ class EvictingLayer(CacheLayerMixin):
         bound = self.bound()
         if self.slots <= bound:
             return 0
-        return self.slots - min(bound, self.spec.policy.keep(self.slots, bound))
+        keep = self.spec.policy.keep(self.slots, bound)
+        if keep < bound:  # a policy that evicts many at once stops at what is protected
+            prompt = self.seen if self.prompt is None else self.prompt
+            keep = max(keep, self.spec.policy.protected_tokens(bound, prompt))
+        return self.slots - min(bound, keep)
 
     def surplus_rows(self) -> int | Tensor:
         """How many slots must go now in each row: an int, or (B, 1, 1)."""
@@ -549,8 +567,8 @@ class EvictingLayer(CacheLayerMixin):
             positions.scatter_(2, self.free, -1)
         else:
             order = selection.eviction_order(scores, positions, protection)
-            going = torch.arange(self.slots, device=order.device) < self.surplus_rows()
-            positions.masked_fill_(torch.zeros_like(going.expand_as(order)).scatter_(2, order, going.expand_as(order)), -1)
+            going = (torch.arange(self.slots, device=order.device) < self.surplus_rows()).expand_as(order)
+            positions.masked_fill_(torch.zeros_like(going).scatter_(2, order, going), -1)
             self.gaps = True
             self.free = order[:, :, :1] if surplus else None
 
@@ -645,4 +663,3 @@ def _gathered(tensor: Tensor | None, index: Tensor) -> Tensor:
     return tensor.gather(2, wide.expand(*index.shape, *tensor.shape[3:]))
 
 
-__all__ = ["ALL_QUERIES", "EvictingLayer", "Spec"]

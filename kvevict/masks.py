@@ -50,7 +50,8 @@ def gather_columns(mask: Tensor, columns: Tensor, positions: Tensor, heads: int)
     B, H, L = positions.shape
     if mask.dim() != 4 or mask.shape[0] not in (1, B) or mask.shape[1] not in (1, heads):
         raise ObservationError(
-            f"attention mask of shape {tuple(mask.shape)}: expected (batch 1 or {B}, heads 1 or {heads}, queries, tokens seen)"
+            f"attention mask of shape {tuple(mask.shape)}: expected (batch 1 or {B}, heads 1 or {heads}, queries, "
+            "tokens seen)"
         )
     Q, S = mask.shape[2], mask.shape[3]
     group = heads // H

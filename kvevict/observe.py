@@ -42,9 +42,11 @@ class Ticket:
         self.layer = layer
 
     def exact_mask(self, mask: Tensor | None, heads: int) -> Tensor | None:
+        """The mask this forward's attention must use."""
         return self.layer.exact_mask(mask, heads)
 
     def finish(self, blocks: Iterable[tuple[int, Tensor]] = ()) -> None:
+        """Shows the policy its attention rows, then evicts."""
         with torch.no_grad():
             self.layer.observe(blocks)
             self.cache.settle(self.layer)
@@ -57,7 +59,7 @@ _SAME_SCORES = {
     torch.Tensor.__rmul__, torch.Tensor.div, torch.div, torch.Tensor.__truediv__, torch.Tensor.tanh, torch.tanh,
     torch.Tensor.expand, torch.Tensor.reshape, torch.Tensor.view, torch.Tensor.transpose, torch.transpose,
     torch.Tensor.__getitem__, torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.float, torch.Tensor.type,
-    torch.Tensor.unsqueeze, torch.Tensor.mT.__get__, torch.Tensor.repeat_interleave, torch.repeat_interleave,
+    torch.Tensor.unsqueeze, torch.Tensor.repeat_interleave, torch.repeat_interleave,
 }  # fmt: skip  # one line per family reads better than thirty
 _ADDITIONS = {torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__}
 
@@ -73,6 +75,7 @@ class Probe(torch.Tensor):
 
     @classmethod
     def of(cls, keys: Tensor, ticket: Ticket) -> Probe:
+        """The same tensor, watched."""
         probe = keys.as_subclass(cls)
         probe.ticket = ticket
         return probe
@@ -90,8 +93,9 @@ class Probe(torch.Tensor):
             if func is F.scaled_dot_product_attention:
                 return cls._sdpa(ticket, *args, **kwargs)
             if func in _ADDITIONS:
+                heads = probe.shape[1]
                 args = tuple(
-                    ticket.exact_mask(a, probe.shape[1]) if isinstance(a, Tensor) and a is not probe else a for a in args
+                    ticket.exact_mask(a, heads) if isinstance(a, Tensor) and a is not probe else a for a in args
                 )
                 result = func(*args, **kwargs)
                 ticket.finish()
@@ -155,6 +159,7 @@ class Attachment:
         return self  # a copied cache is observed through the same installation
 
     def remove(self) -> None:
+        """Puts the model back."""
         self.active = False
         for handle in self.handles:
             handle.remove()

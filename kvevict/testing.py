@@ -58,7 +58,7 @@ def replay(
     """
     if host.implementation(model) != "eager":
         raise ValueError("replay needs eager attention: model.set_attn_implementation('eager')")
-    modules = sorted(host.attention_modules(model), key=lambda m: int(m.layer_idx))  # type: ignore[call-overload]
+    modules = sorted(host.attention_modules(model), key=lambda module: int(str(module.layer_idx)))
     full = [m for m, layer in zip(modules, host.host_layers(host.decoder_config(model)), strict=True)
             if host.is_full_attention(layer)]  # fmt: skip  # one thought
     masks: dict[int, Tensor] = {}

@@ -184,6 +184,17 @@ class Policy(ABC):
         """The smallest budget that can hold the protected tokens."""
         return max(1, self.sinks + (self.recent or 0))
 
+    def protected_tokens(self, budget: int, prompt: int) -> int:
+        """How many tokens the common protections may hold at once under ``budget``, for a prompt of that length."""
+        recent = self.recent_for(budget)
+        assert isinstance(recent, int)  # an int budget gives an int
+        if self.protect_prompt is None:
+            return self.sinks + recent
+        if self.protect_prompt == "whole":
+            return max(self.sinks, prompt) + recent
+        share = share_of(self.protect_prompt, budget)
+        return share + max(0, self.sinks - share // 2) + recent
+
     def layer_budgets(self, budget: int, layers: int, prompt: int | None = None) -> list[int]:
         """Tokens per KV head of each evicting layer, given the budget of an average layer.
 
