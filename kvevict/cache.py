@@ -159,14 +159,7 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0:
-            self.check_module(host.calling_module(2))
-            if self._attachment is not None:
-                if not self._attachment.active:
-                    raise ObservationError(
-                        "the model was detached, so this cache can no longer see its attention: build a new "
-                        "EvictingCache"
-                    )
-                self._attachment.users.add(self)  # a deep copy joins when it is first used
+            self._check_host()
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
         ticket = observe.Ticket(self, layer)
@@ -178,6 +171,23 @@ class EvictingCache(Cache):
             ticket.finish()
             return keys, values
         return observe.Probe.of(keys, ticket), values
+
+    def _check_host(self) -> None:
+        """Once per forward: raises if the model, or its attention, is not what this cache was built for."""
+        self.check_module(host.calling_module(3))
+        model = self._model()
+        now = self._base if model is None else host.implementation(model)
+        if now != self._base:
+            raise ObservationError(
+                f"the model's attention implementation was {self._base!r} when this cache was built and is {now!r} "
+                "now: set it back, or build a new EvictingCache"
+            )
+        if self._attachment is not None:
+            if not self._attachment.active:
+                raise ObservationError(
+                    "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
+                )
+            self._attachment.users.add(self)  # a deep copy joins when it is first used
 
     def settle(self, layer: EvictingLayer) -> None:
         """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""

@@ -54,9 +54,10 @@ def implementation(model: nn.Module) -> str:
     return str(decoder_config(model)._attn_implementation or "eager")
 
 
-def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The registered attention function called ``name``."""
-    function: Callable[..., tuple[Tensor, Tensor | None]] = AttentionInterface()[name]
+def attention_function(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function called ``name`` as ``module`` itself would look it up: modeling files may override it."""
+    registry = getattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS", None)
+    function: Callable[..., tuple[Tensor, Tensor | None]] = (registry or AttentionInterface())[name]
     return function
 
 

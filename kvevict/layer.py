@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -223,16 +223,26 @@ class EvictingLayer(CacheLayerMixin):
                 f"batch of {batch} rows given to a cache that holds {self.keys.shape[0]}: use a new cache, "
                 "cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
             )
-        whole = self.spec.policy.protect_prompt == "whole"
-        prompt = self.seen if self.prompt is not None or (tokens == 1 and self.seen) else self.seen + tokens
-        if whole and self.prompt is None and isinstance(self.spec.budget, int) and self.row_seen is None:
-            needed = prompt + (self.spec.policy.recent or 0)
-            if needed > self.spec.tokens(self.index, prompt, prompt) and tokens > 1:
-                raise OptionError(
-                    f"protect_prompt='whole' cannot hold a prompt of {prompt} tokens and recent="
-                    f"{self.spec.policy.recent or 0} in a budget of {self.spec.tokens(self.index, prompt, prompt)}: "
-                    "raise budget, or protect a share of it (protect_prompt=0.5)"
-                )
+        self._check_whole_prompt(tokens)
+
+    def _check_whole_prompt(self, tokens: int) -> None:
+        """A prompt that may not be cut must fit every layer. Padded batches are looked at when their pads are known."""
+        policy = self.spec.policy
+        over = self.prompt is not None or (tokens == 1 and self.seen > 0)
+        if policy.protect_prompt != "whole" or not policy.evicts or over or self.row_seen is not None:
+            return
+        prompt = self.seen + tokens
+        budget = min(self.spec.tokens(layer, prompt + 1, prompt) for layer in range(self.spec.layers))
+        if tokens > 1 and isinstance(self.spec.budget, int) and policy.protected_tokens(budget, prompt) > budget:
+            self._room_error(budget, f"a prompt of {prompt} tokens")
+
+    def _room_error(self, budget: int, what: str) -> NoReturn:
+        policy = self.spec.policy
+        raise OptionError(
+            f"protect_prompt={policy.protect_prompt!r} with sinks={policy.sinks} and recent="
+            f"{policy.recent_for(budget)} cannot hold {what} in budget={budget}: raise budget, or protect a share "
+            "of it (protect_prompt=0.5)"
+        )
 
     def reserve(self, tokens: int) -> None:
         """Finds slots for the new tokens and books them as real; ``learn_padding`` corrects that."""
@@ -575,10 +585,10 @@ class EvictingLayer(CacheLayerMixin):
     def _check_room(self, protection: Tensor) -> None:
         """A protected prompt that outgrew the budget is the user's error, never a silent eviction."""
         if self.fresh > 1 and bool((protection.sum(-1) > self.bound()).any()):
-            raise OptionError(
-                f"protect_prompt={self.spec.policy.protect_prompt!r} with sinks and recent protects more than "
-                f"budget={self.bound()} tokens of this prompt: raise budget, or protect less"
-            )
+            budget = self.bound()
+            if self.slots == self.fresh:
+                self._clear()  # nothing was held before: leave it so
+            self._room_error(budget, "this prompt")
 
     def _compact(self, keep: int, scores: Tensor, protection: Tensor | None) -> None:
         """Gathers the survivors, oldest first and empty slots last, into tensors of the budget's size."""

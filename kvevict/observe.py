@@ -256,12 +256,12 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         ticket: Ticket | None = getattr(key, _TAG, None)
-        kernel = host.attention_function(base)
+        kernel = host.attention_function(base, module)
         if ticket is None:
             return kernel(module, query, key, value, attention_mask, **kwargs)
         exact = ticket.exact_mask(attention_mask, query.shape[1])
         if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
-            kernel = host.attention_function("sdpa")  # flash kernels take no mask per head
+            kernel = host.attention_function("sdpa", module)  # flash kernels take no mask per head
         result = kernel(module, query, key, value, exact, **kwargs)
         if not ticket.layer.wanted:
             ticket.finish()
