@@ -30,7 +30,9 @@ class Rerotation:
     def rotate(self, keys: Tensor, shift: Tensor) -> Tensor:
         """keys (..., D) moved forward by ``shift`` (...) positions."""
         half = self.frequencies.shape[0]
-        angles = shift.unsqueeze(-1).double() * self.frequencies.to(keys.device)  # (..., D_rotary / 2)
+        exact = torch.float32 if keys.device.type == "mps" else torch.float64  # MPS has no float64
+        frequencies = self.frequencies.to(device=keys.device, dtype=exact)
+        angles = shift.unsqueeze(-1).to(exact) * frequencies  # (..., D_rotary / 2)
         cos, sin = angles.cos().float(), angles.sin().float()
         first, second = keys[..., :half].float(), keys[..., half : 2 * half].float()
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)

@@ -1,6 +1,7 @@
 """The policies against kept sets that the methods' authors' own classes produced, token by token.
 
-The driver below is slow and obvious on purpose: Python lists, one softmax per query, one victim at a time.
+One driver is slow and obvious on purpose: Python lists, one softmax per query, one victim at a time. The other is
+the layer that runs inside models.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import H2O, TOVA, Attention, Policy, Scissorhands, SnapKV, StreamingLLM
 from kvevict.policies.base import Held, Rows
 
@@ -49,7 +51,7 @@ def row(head: int, query: int, keys: list[int]) -> list[float]:
     return [e / sum(exps) for e in exps]
 
 
-def drive(policy: Policy, budget: int, *, kv_heads: int, prompt: int = PROMPT) -> tuple[list, list]:
+def drive_slowly(policy: Policy, budget: int, *, kv_heads: int, prompt: int = PROMPT) -> tuple[list, list]:
     """Attend, then evict: what each KV head attended to and then kept, forward by forward."""
     group = HEADS // kv_heads
     held: list[list[int]] = [[] for _ in range(kv_heads)]
@@ -86,6 +88,29 @@ def drive(policy: Policy, budget: int, *, kv_heads: int, prompt: int = PROMPT) -
     return attended, kept
 
 
+def drive_layer(policy: Policy, budget: int, *, kv_heads: int, prompt: int = PROMPT) -> tuple[list, list]:
+    """The same through the layer of a cache, whose slots are written in place and in any order."""
+    group = HEADS // kv_heads
+    layer = EvictingLayer(Spec(policy, budget, layers=1), 0)
+    attended, kept = [], []
+    for queries in [list(range(prompt))] + [[t] for t in range(prompt, TOKENS)]:
+        new = torch.zeros(1, kv_heads, len(queries), 4)
+        layer.update(new, new)
+        held = layer.slot_positions[0].tolist()
+        shown = queries[len(queries) - layer.wanted :] if layer.wanted else []
+        rows = [[[row(h * group + g, q, held[h]) for q in shown] for g in range(group)] for h in range(kv_heads)]
+        layer.observe([(len(queries) - len(shown), torch.tensor([rows]))] if shown else [])
+        attended.append([sorted(keys) for keys in held])
+        layer.settle()
+        kept.append(layer.kept_positions()[0].tolist())
+    return attended, kept
+
+
+@pytest.fixture(params=[drive_slowly, drive_layer])
+def drive(request):
+    return request.param
+
+
 def shared(kept: list) -> list:
     """One list per step, for policies whose heads must agree."""
     assert all(heads == [heads[0]] * len(heads) for heads in kept)
@@ -109,7 +134,7 @@ def test_the_file_has_no_trace_that_is_not_tested(traces):
     ],
     ids=["h2o", "h2o half recent", "h2o first", "h2o mean", "h2o sum", "scissorhands"],
 )
-def test_each_head_keeps_what_the_authors_kept(traces, name, policy, budget, kv_heads):
+def test_each_head_keeps_what_the_authors_kept(drive, traces, name, policy, budget, kv_heads):
     assert drive(policy, budget, kv_heads=kv_heads)[1] == traces[name]
 
 
@@ -119,23 +144,23 @@ def test_each_head_keeps_what_the_authors_kept(traces, name, policy, budget, kv_
     [(TOVA_ROW, TOVA()), (CUMULATIVE, Attention(recent=3)), (EMA, Attention(recent=3, decay=0.9))],
     ids=["tova", "cumulative", "ema"],
 )
-def test_the_layer_keeps_what_the_reference_kept(traces, name, policy, kv_heads):
+def test_the_layer_keeps_what_the_reference_kept(drive, traces, name, policy, kv_heads):
     assert shared(drive(policy, 6, kv_heads=kv_heads)[1]) == traces[name]
 
 
-def test_streaming_llm_attends_and_keeps_what_the_authors_did(traces):
+def test_streaming_llm_attends_and_keeps_what_the_authors_did(drive, traces):
     attended, kept = drive(StreamingLLM(sinks=2, recent=4), 6, kv_heads=4)
     assert [list(pair) for pair in zip(shared(attended), shared(kept), strict=True)] == traces[STREAMING]
 
 
 @pytest.mark.parametrize("scores", ["rolling", "prompt"])
 @pytest.mark.parametrize(("name", "kernel"), [(SNAP_3, 3), (SNAP_5, 5)])
-def test_snapkv_cuts_the_prompt_as_the_authors_do(traces, name, kernel, scores):
+def test_snapkv_cuts_the_prompt_as_the_authors_do(drive, traces, name, kernel, scores):
     policy = SnapKV(window=4, kernel=kernel, pool="avg", scores=scores)
     kept = drive(policy, 10, kv_heads=4, prompt=TOKENS)[1]
     assert kept == [[sorted(head) for head in traces[name]]]
 
 
-def test_scissorhands_by_tokens_seen_is_another_policy(traces):
+def test_scissorhands_by_tokens_seen_is_another_policy(drive, traces):
     policy = Scissorhands(window=6, recent=2, drop=0.375, level="seen")
     assert drive(policy, 8, kv_heads=4)[1] != traces[SCISSORHANDS]
