@@ -132,7 +132,7 @@ class EvictingCache(Cache):
         return (
             f"EvictingCache(policy={self.policy.name or type(self.policy).__name__!r}, budget={self.budget}, "
             f"seen={self.get_seq_length(self._evicting[0])}, stored={stored} tokens per KV head in "
-            f"{len(held)} of {len(self.layers)} layers, {_readable(self.nbytes)} held)"
+            f"{len(held)} of {len(self.layers)} layers, {human_bytes(self.nbytes)} held)"
         )
 
     def __enter__(self) -> EvictingCache:
@@ -218,7 +218,7 @@ def check_budget(budget: int | float) -> int | float:
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise OptionError(f"budget={budget!r}: give tokens per KV head (int) or a share of the tokens seen (float)")
     if isinstance(budget, float) and not 0 < budget <= 1:
-        hint = f"; for {int(budget)} tokens write budget={int(budget)}" if budget > 1 else ""
+        hint = f"; for {int(budget)} tokens write budget={int(budget)}" if 1 < budget < 1e9 else ""
         raise OptionError(f"budget={budget!r}: a float is a share of the tokens seen, above 0 and up to 1{hint}")
     if isinstance(budget, int) and budget < 1:
         raise OptionError(f"budget={budget!r}: give at least 1 token")
@@ -307,9 +307,10 @@ def _tensors(layer: Any) -> Iterable[Tensor]:
     return [value for value in vars(layer).values() if isinstance(value, Tensor)]
 
 
-def _readable(size: float) -> str:
+def human_bytes(size: float) -> str:
+    """A size with its unit: 1536 is "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"

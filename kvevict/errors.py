@@ -23,3 +23,23 @@ class PolicyError(KvevictError, ValueError):
 
 class ObservationError(KvevictError, RuntimeError):
     """The attention that a policy needs never reached the cache."""
+
+
+class MissingPackageError(KvevictError, ImportError):
+    """A package of the extra ``eval`` is not installed."""
+
+
+class OutputError(KvevictError, OSError):
+    """The results cannot be written."""
+
+
+class EvaluationError(KvevictError, ArithmeticError):
+    """The model gave no number."""
+
+
+class ModelError(KvevictError, OSError):
+    """A model cannot be loaded."""
+
+
+class TextError(KvevictError, ValueError):
+    """A text cannot be read, or has nothing in it."""

@@ -1,7 +1,7 @@
 """What differs between transformers releases, and what we ask of its internals. Nothing else imports those.
 
-    5.17 - 5.22   the cache argument is ``past_key_values``
-    5.23 -        it is ``cache`` (``past_key_values`` warns), and ``layer_past`` in GPT-NeoX
+5.17 - 5.22   the cache argument is ``past_key_values``
+5.23 -        it is ``cache`` (``past_key_values`` warns), and ``layer_past`` in GPT-NeoX
 """
 
 from __future__ import annotations

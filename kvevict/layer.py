@@ -671,5 +671,3 @@ def _gathered(tensor: Tensor | None, index: Tensor) -> Tensor:
     assert tensor is not None
     wide = index.view(*index.shape, *(1,) * (tensor.dim() - 3))
     return tensor.gather(2, wide.expand(*index.shape, *tensor.shape[3:]))
-
-

@@ -29,7 +29,9 @@ H2O_FIRST = "h2o heavy=3 recent=3, 4 query heads over 2 KV heads, first query he
 H2O_MEAN = "h2o heavy=3 recent=3, 4 query heads over 2 KV heads, group mean"
 TOVA_ROW = "tova budget=6, one set for all heads, from the prompt cut on"
 STREAMING = "streaming_llm sinks=2 recent=4, attend then evict; [attended, kept] per step"
-SNAP_3 = "snapkv at the end of a 24-token prompt, window=4 cap=10 kernel=3 average pool; per query head, unsorted + window"  # noqa: E501  # a key of the file
+SNAP_3 = (
+    "snapkv at the end of a 24-token prompt, window=4 cap=10 kernel=3 average pool; per query head, unsorted + window"  # noqa: E501  # a key of the file
+)
 SNAP_5 = "the same with kernel=5"
 CUMULATIVE = "cumulative attention, mean over heads, budget=6 recent=3, shared by the layer"
 EMA = "s <- 0.9 s + a per query, mean over heads, budget=6 recent=3, shared by the layer"
@@ -77,7 +79,7 @@ def drive_slowly(policy: Policy, budget: int, *, kv_heads: int, prompt: int = PR
             for h, keys in enumerate(held):
                 newest = seen - policy.recent_for(budget)
                 free = [i for i, key in enumerate(keys) if policy.sinks <= key < newest]
-                gone = sorted(free, key=lambda i: (scores[h][i], keys[i]))[: len(keys) - keep]  # noqa: B023
+                gone = sorted(free, key=lambda i: (scores[h][i], keys[i]))[: len(keys) - keep]
                 stay.append([i for i in range(len(keys)) if i not in gone])
             held = [[keys[i] for i in slots] for keys, slots in zip(held, stay, strict=True)]
             columns = {

@@ -1,0 +1,169 @@
+"""The command line, run in this process on a tiny model with a tokenizer made here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import kvevict
+from kvevict import cli
+from kvevict import text as text_module
+from kvevict.cli import main
+from kvevict.policies import POLICIES
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "ran", "to", "its", "old", "house"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model of two layers that knows a few words."""
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["[UNK]", *WORDS]))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(200)))
+    return path
+
+
+@pytest.fixture
+def arguments(folder: Path, words: Path, tmp_path: Path) -> list[str]:
+    return ["compare", "--model", str(folder), "--text", str(words), "--output", str(tmp_path / "out")]
+
+
+def test_compare_prints_the_table_and_writes_three_files(arguments, tmp_path, capsys):
+    assert main([*arguments, "--budget", "40", "--tokens", "100"]) == 0
+    printed, progress = capsys.readouterr()
+    for name in ["full cache", *POLICIES]:
+        assert any(line.startswith(name) for line in printed.splitlines())
+    assert "one run each" in printed
+    assert "100%" in progress
+    settings = json.loads((tmp_path / "out" / "results.json").read_text())["settings"]
+    assert (settings["tokens"], settings["budget"], settings["text"]) == (100, 40, "words.txt")
+    assert len(settings["text_sha256"]) == 64
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "results.md", "comparison.png"}
+
+
+def test_policies_and_shares_can_be_chosen(arguments, tmp_path):
+    assert main([*arguments, "--budget", "0.5", "--policies", "h2o, tova,h2o", "--tokens", "60"]) == 0
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["name"] for row in document["rows"]] == ["full cache", "h2o", "tova"]
+    assert document["settings"]["budget"] == 0.5
+
+
+def test_a_text_shorter_than_asked_for_is_read_whole_and_said(arguments, capsys):
+    assert main([*arguments, "--policies", "tova", "--budget", "16", "--tokens", "5000"]) == 0
+    assert "words.txt has only 200 tokens" in capsys.readouterr().err
+
+
+def test_another_text_than_wikitext_is_said_and_kept(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(text_module, "hub_answers", lambda: False)
+    del arguments[3:5]
+    assert main([*arguments, "--policies", "tova", "--budget", "16", "--tokens", "40"]) == 0
+    printed, said = capsys.readouterr()
+    assert "pydoc_data.topics" in printed and "pydoc_data.topics" in said
+    assert "pydoc_data.topics" in (tmp_path / "out" / "results.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--policies", "h20"], "did you mean 'h2o'?"),
+        (["--policies", ""], "at least one"),
+        (["--budget", "0"], "budget=0"),
+        (["--budget", "1.5"], "budget=1.5"),
+        (["--policies", "streaming_llm", "--budget", "2"], "raise budget"),
+        (["--device", "nonsense"], "device 'nonsense'"),
+    ],
+)
+def test_bad_options_are_one_line_before_anything_is_loaded(arguments, extra, message, capsys, monkeypatch):
+    monkeypatch.setattr("kvevict.models.load_model", pytest.fail)
+    assert main([*arguments, *extra]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvevict: ") and said.count("\n") == 1
+    assert message in said
+
+
+@pytest.mark.parametrize(("option", "value"), [("--text", "none.txt"), ("--model", "./none"), ("--output", __file__)])
+def test_paths_that_cannot_be_used_are_one_line(arguments, option, value, capsys):
+    arguments[arguments.index(option) + 1] = value
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvevict: ") and said.count("\n") == 1
+    assert Path(value).name in said
+
+
+@pytest.mark.parametrize("extra", [["--budget", "many"], ["--tokens", "0"], ["--chunk", "-1"], ["--nonsense"]])
+def test_malformed_arguments_are_refused_with_the_usage(arguments, extra, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, *extra])
+    assert stop.value.code == 2
+    assert "usage: kvevict" in capsys.readouterr().err
+
+
+def test_an_interrupt_exits_with_130(arguments, capsys, monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvevict.compare.compare", interrupted)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err.endswith("kvevict: interrupted\n")
+
+
+def test_a_missing_package_is_named(arguments, capsys, monkeypatch):
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
+    assert main(arguments) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_policies_are_listed_with_what_they_keep(capsys):
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(POLICIES)
+    assert all(len(line.split()) > 2 for line in lines)
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"kvevict {kvevict.__version__}\n"
+
+
+def test_importing_kvevict_imports_nothing_of_the_evaluation():
+    script = "import sys, kvevict; print({'datasets', 'evaluate', 'matplotlib', 'gguf'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
+
+
+def test_python_m_kvevict_is_the_command():
+    run = subprocess.run([sys.executable, "-m", "kvevict", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("kvevict ")
