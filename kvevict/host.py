@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -76,9 +77,15 @@ def is_full_attention(layer: object) -> bool:
     return type(layer) is DynamicLayer
 
 
-def find_cache(arguments: Mapping[str, object]) -> object | None:
-    """The cache among an attention module's keyword arguments."""
-    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+def find_cache(arguments: Mapping[str, object]) -> tuple[str, object] | None:
+    """The name and value of the cache among an attention module's keyword arguments."""
+    return next(((name, arguments[name]) for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+
+
+@functools.cache
+def parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the parameters of a module class's forward."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def calling_module(depth: int) -> nn.Module | None:

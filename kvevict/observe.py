@@ -17,7 +17,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig
 
 from kvevict import host, masks
-from kvevict.errors import WrongModelError
+from kvevict.errors import ObservationError, WrongModelError
 from kvevict.statistics import attention_rows
 
 if TYPE_CHECKING:
@@ -252,12 +252,16 @@ def tag(keys: Tensor, ticket: Ticket) -> Tensor:
 def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """An attention function that runs ``base`` and shows evicting caches what it attended."""
 
+    from kvevict.cache import EvictingCache as evicting
+
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         ticket: Ticket | None = getattr(key, _TAG, None)
         kernel = host.attention_function(base, module)
         if ticket is None:
+            if isinstance(kwargs.get("cache"), evicting):
+                _ignored("cache")
             return kernel(module, query, key, value, attention_mask, **kwargs)
         exact = ticket.exact_mask(attention_mask, query.shape[1])
         if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
@@ -287,14 +291,24 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return attention
 
 
+def _ignored(name: str) -> NoReturn:
+    """Before 5.23, transformers takes the argument ``cache`` for something unknown and passes it on unused."""
+    raise ObservationError(
+        f"this release of transformers ignores the argument {name!r}: pass the cache as past_key_values={name}"
+    )
+
+
 def _eager_layer(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The evicting cache and layer that this call of an attention module will update, or None."""
     from kvevict.cache import EvictingCache
     from kvevict.layer import EvictingLayer
 
-    cache = host.find_cache(kwargs)
-    if not isinstance(cache, EvictingCache):
+    found = host.find_cache(kwargs)
+    if found is None or not isinstance(found[1], EvictingCache):
         return None
+    name, cache = found[0], found[1]
+    if name not in host.parameters(type(module).forward):
+        _ignored(name)
     cache.check_module(module)
     layer = cache.layers[module.layer_idx]  # type: ignore[index]  # nn.Module types attributes as Tensor | Module
     return (cache, layer) if isinstance(layer, EvictingLayer) and not cache.free else None

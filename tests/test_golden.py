@@ -24,13 +24,13 @@ HEADS, TOKENS, PROMPT = 4, 24, 8
 
 pytestmark = pytest.mark.skipif(not GOLDEN.is_file(), reason=f"no golden traces at {GOLDEN}: set KVEVICT_SHARED")
 
-H2O_MHA = "h2o heavy=3 recent=3, 4 query heads = 4 KV heads; one list per step from the prompt cut (after token 7) on, one list per head"  # noqa: E501  # a key of the file
+H2O_MHA = "h2o heavy=3 recent=3, 4 query heads = 4 KV heads; one list per step from the prompt cut (after token 7) on, one list per head"
 H2O_FIRST = "h2o heavy=3 recent=3, 4 query heads over 2 KV heads, first query head of each group decides"
 H2O_MEAN = "h2o heavy=3 recent=3, 4 query heads over 2 KV heads, group mean"
 TOVA_ROW = "tova budget=6, one set for all heads, from the prompt cut on"
 STREAMING = "streaming_llm sinks=2 recent=4, attend then evict; [attended, kept] per step"
 SNAP_3 = (
-    "snapkv at the end of a 24-token prompt, window=4 cap=10 kernel=3 average pool; per query head, unsorted + window"  # noqa: E501  # a key of the file
+    "snapkv at the end of a 24-token prompt, window=4 cap=10 kernel=3 average pool; per query head, unsorted + window"
 )
 SNAP_5 = "the same with kernel=5"
 CUMULATIVE = "cumulative attention, mean over heads, budget=6 recent=3, shared by the layer"
