@@ -12,10 +12,11 @@ ones are really freed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,22 @@ from kvevict.policies.base import Column, Held, Policy, Rows, share_of
 from kvevict.rope import Rerotation
 
 UNBOUNDED = 2**62
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _outside_inference_mode(method: Method) -> Method:
+    """Tensors made under ``torch.inference_mode`` cannot be written in place once it ends; ours must be."""
+
+    @functools.wraps(method)
+    def normal(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(Method, normal)
 
 
 @dataclass
@@ -141,6 +158,7 @@ class EvictingLayer(CacheLayerMixin):
         """-1: any number of tokens may be seen."""
         return -1
 
+    @_outside_inference_mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates nothing but the shapes; memory grows with the tokens that come."""
         batch, heads = key_states.shape[:2]
@@ -244,6 +262,7 @@ class EvictingLayer(CacheLayerMixin):
             "of it (protect_prompt=0.5)"
         )
 
+    @_outside_inference_mode
     def reserve(self, tokens: int) -> None:
         """Finds slots for the new tokens and books them as real; ``learn_padding`` corrects that."""
         assert self.positions is not None
@@ -278,6 +297,7 @@ class EvictingLayer(CacheLayerMixin):
                 state.scatter_(2, index.expand(-1, -1, 1, *state.shape[3:]), column_spec.fill)
         self.reserved = True
 
+    @_outside_inference_mode
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the new tokens and returns everything held, old and new: (B, H, slots, D) twice."""
         batch, _, tokens, _ = key_states.shape
@@ -403,6 +423,7 @@ class EvictingLayer(CacheLayerMixin):
         assert self.arrived is not None
         return None if self.row_seen is None else self.arrived[:, first:] >= 0
 
+    @_outside_inference_mode
     def learn_padding(self, real: Tensor) -> None:
         """Takes the pads among the new tokens out of the books. ``real``: (B | 1, Q) bool."""
         assert self.positions is not None and self.arrived is not None
@@ -554,9 +575,13 @@ class EvictingLayer(CacheLayerMixin):
         """Whether rows may have different budgets now."""
         return self.row_seen is not None and self.spec.varies
 
+    @_outside_inference_mode
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
         self.pending = False
+        assert self.keys is not None and self.values is not None
+        if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
+            self.keys, self.values = self.keys.detach(), self.values.detach()
         if not self.crowded:
             return
         scores = self.scores()
@@ -619,6 +644,7 @@ class EvictingLayer(CacheLayerMixin):
 
     # -- batch operations ------------------------------------------------------------------------------------
 
+    @_outside_inference_mode
     def _rows(self, move: Callable[[Tensor], Tensor]) -> None:
         """Applies one change of batch rows to everything that has rows."""
         if not self.is_initialized:
