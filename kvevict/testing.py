@@ -58,9 +58,9 @@ def replay(
     """
     if host.implementation(model) != "eager":
         raise ValueError("replay needs eager attention: model.set_attn_implementation('eager')")
-    modules = sorted(host.attention_modules(model), key=lambda module: int(str(module.layer_idx)))
-    full = [m for m, layer in zip(modules, host.host_layers(host.decoder_config(model)), strict=True)
-            if host.is_full_attention(layer)]  # fmt: skip  # one thought
+    modules = {int(str(module.layer_idx)): module for module in host.attention_modules(model)}
+    layers = host.host_layers(host.decoder_config(model))
+    full = [modules[index] for index, layer in enumerate(layers) if host.is_full_attention(layer)]
     masks: dict[int, Tensor] = {}
     handles = [
         module.register_forward_pre_hook(
