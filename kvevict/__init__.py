@@ -9,10 +9,11 @@ from kvevict.errors import (
     OptionError,
     PolicyError,
     UnsupportedModelError,
+    UnsupportedOperationError,
     WrongModelError,
 )
 from kvevict.observe import detach
-from kvevict.policies.base import Column, Held, Policy, Rows
+from kvevict.policies.base import ALL_QUERIES, Column, Held, Policy, Rows
 
 try:
     __version__ = version("kvevict")
@@ -20,6 +21,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "ALL_QUERIES",
     "Column",
     "EvictingCache",
     "Held",
@@ -30,6 +32,7 @@ __all__ = [
     "PolicyError",
     "Rows",
     "UnsupportedModelError",
+    "UnsupportedOperationError",
     "WrongModelError",
     "__version__",
     "detach",

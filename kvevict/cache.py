@@ -38,7 +38,7 @@ class EvictingCache(Cache):
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> import torch
     >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    ...                      num_key_value_heads=2, vocab_size=64)
+    ...                      num_key_value_heads=2, vocab_size=64, eos_token_id=None)
     >>> model = LlamaForCausalLM(config)
     >>> cache = EvictingCache(model, policy="streaming_llm", budget=8)
     >>> out = model.generate(torch.arange(20)[None], cache=cache, max_new_tokens=4, do_sample=False)

@@ -13,6 +13,10 @@ class UnsupportedModelError(KvevictError, TypeError):
     """The model has a kind of attention or cache that kvevict does not handle."""
 
 
+class UnsupportedOperationError(KvevictError, NotImplementedError):
+    """Something that transformers' caches can do and an evicting cache cannot."""
+
+
 class WrongModelError(KvevictError, ValueError):
     """The cache was given to a model, or a batch, other than the one it holds tokens of."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvevict import masks, selection
-from kvevict.errors import ObservationError, OptionError, PolicyError, WrongModelError
+from kvevict.errors import ObservationError, OptionError, PolicyError, UnsupportedOperationError, WrongModelError
 from kvevict.policies.base import Column, Held, Policy, Rows, share_of
 from kvevict.rope import Rerotation
 
@@ -672,7 +672,7 @@ class EvictingLayer(CacheLayerMixin):
         """Only ``crop(0)`` is possible: evicted tokens cannot come back, so nothing is rolled back."""
         if tokens_to_remove == 0:
             return
-        raise NotImplementedError(
+        raise UnsupportedOperationError(
             f"crop({tokens_to_remove}): an EvictingCache cannot take tokens back. Use cache.reset(), or a "
             "copy.deepcopy(cache) made before the tokens you want to undo"
         )

@@ -24,7 +24,10 @@ HEADS, TOKENS, PROMPT = 4, 24, 8
 
 pytestmark = pytest.mark.skipif(not GOLDEN.is_file(), reason=f"no golden traces at {GOLDEN}: set KVEVICT_SHARED")
 
-H2O_MHA = "h2o heavy=3 recent=3, 4 query heads = 4 KV heads; one list per step from the prompt cut (after token 7) on, one list per head"
+H2O_MHA = (
+    "h2o heavy=3 recent=3, 4 query heads = 4 KV heads; one list per step from the prompt cut (after token 7) on, "
+    "one list per head"
+)
 H2O_FIRST = "h2o heavy=3 recent=3, 4 query heads over 2 KV heads, first query head of each group decides"
 H2O_MEAN = "h2o heavy=3 recent=3, 4 query heads over 2 KV heads, group mean"
 TOVA_ROW = "tova budget=6, one set for all heads, from the prompt cut on"
