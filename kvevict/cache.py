@@ -158,8 +158,8 @@ class EvictingCache(Cache):
         if not isinstance(layer, EvictingLayer):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
-        if layer.index == 0:
-            self._check_host()
+        if layer.index == 0 and not layer.hooked:
+            self.check_forward(host.calling_module(2))
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
         ticket = observe.Ticket(self, layer)
@@ -172,9 +172,15 @@ class EvictingCache(Cache):
             return keys, values
         return observe.Probe.of(keys, ticket), values
 
-    def _check_host(self) -> None:
-        """Once per forward: raises if the model, or its attention, is not what this cache was built for."""
-        self.check_module(host.calling_module(3))
+    def check_forward(self, module: torch.nn.Module | None) -> None:
+        """Once per forward: raises if ``module``, its attention or the layers are not as this cache needs them."""
+        self.check_module(module)
+        layers = self.evicting_layers
+        if layers[0].seen != layers[-1].seen:
+            raise ObservationError(
+                f"the previous forward ended halfway: the first layer has seen {layers[0].seen} tokens and the last "
+                f"{layers[-1].seen}. Call cache.reset(), or go on from a copy made before it"
+            )
         model = self._model()
         now = self._base if model is None else host.implementation(model)
         if now != self._base:
@@ -291,9 +297,10 @@ def _votes(layers: Iterable[EvictingLayer]) -> Tensor:
     """How many heads of how many layers would evict each slot: (B, L) int64."""
     votes: Tensor | None = None
     for layer in layers:
-        scores = layer.scores()
+        held = layer.held()
+        scores = layer.scores(held)
         layer.check_scores(scores)
-        order = selection.eviction_order(scores, layer.slot_positions, layer.protection())
+        order = selection.eviction_order(scores, held.positions, layer.protection(held))
         going = (torch.arange(order.shape[-1], device=order.device) < layer.surplus_rows()).expand_as(order)
         cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)
         votes = cast if votes is None else votes + cast.to(votes.device)

@@ -492,24 +492,18 @@ class EvictingLayer(CacheLayerMixin):
 
     # -- eviction --------------------------------------------------------------------------------------------
 
-    def scores(self) -> Tensor:
+    def scores(self, held: Held) -> Tensor:
         """The policy's scores of all slots, checked: (B, H, slots)."""
-        assert self.positions is not None
         policy = self.spec.policy
-        scores = policy.score(self.held())
-        shape = tuple(self.positions[:, :, : self.slots].shape)
-        if not isinstance(scores, Tensor) or scores.dim() != 3 or scores.shape[2] != shape[2]:
+        scores = policy.score(held)
+        batch, heads, slots = held.positions.shape
+        if not isinstance(scores, Tensor) or tuple(scores.shape) not in {(batch, heads, slots), (batch, 1, slots)}:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise PolicyError(
-                f"policy {policy.name!r} scored layer {self.index} with {got}: score() must return {shape}, or "
-                f"{(shape[0], 1, shape[2])} for all heads alike"
+                f"policy {policy.name!r} scored layer {self.index} with {got}: score() must return "
+                f"{(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike"
             )
-        if scores.shape[0] != shape[0] or scores.shape[1] not in (1, shape[1]):
-            raise PolicyError(
-                f"policy {policy.name!r} scored layer {self.index} with {tuple(scores.shape)}: score() must return "
-                f"{shape}, or {(shape[0], 1, shape[2])} for all heads alike"
-            )
-        return scores.expand(shape)
+        return scores.expand(batch, heads, slots)
 
     def check_scores(self, scores: Tensor) -> None:
         """Raises PolicyError if a real token's score is NaN.
@@ -519,7 +513,10 @@ class EvictingLayer(CacheLayerMixin):
         """
         if not scores.dtype.is_floating_point:
             return
-        bad = (scores.isnan() & (self.slot_positions >= 0)).any()
+        bad = scores.isnan()
+        if bad.device.type == "cpu" and not bool(bad.any()):
+            return
+        bad = (bad & (self.slot_positions >= 0)).any()
         self.bad = bad if self.bad is None else self.bad | bad
         if self.fresh > 1 or bad.device.type == "cpu":
             self.raise_if_bad()
@@ -534,10 +531,9 @@ class EvictingLayer(CacheLayerMixin):
                 f"sound, the model's {self.keys.dtype} activations overflowed: load it in bfloat16 or float32"
             )
 
-    def protection(self) -> Tensor | None:
+    def protection(self, held: Held) -> Tensor | None:
         """Which slots may not go: (B, H, slots) bool, or None."""
-        assert self.positions is not None
-        policy, held = self.spec.policy, self.held()
+        policy = self.spec.policy
         return selection.protected(
             held.positions,
             seen=held.seen,
@@ -546,6 +542,7 @@ class EvictingLayer(CacheLayerMixin):
             prompt=held.prompt,
             protect_prompt=policy.protect_prompt,
             budget=held.budget,
+            may_be_empty=self.gaps,
         )
 
     def surplus(self) -> int:
@@ -584,12 +581,12 @@ class EvictingLayer(CacheLayerMixin):
             self.keys, self.values = self.keys.detach(), self.values.detach()
         if not self.crowded:
             return
-        scores = self.scores()
+        held = self.held()
+        scores = self.scores(held)
         if rescore is not None:
             scores = rescore(scores)
         self.check_scores(scores)
-        protection = self.protection()
-        assert self.positions is not None
+        protection = self.protection(held)
         if protection is not None and self.spec.policy.protect_prompt is not None:
             self._check_room(protection)
         surplus = self.surplus()

@@ -320,6 +320,8 @@ def _before_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     cache, layer = found
     hidden = args[0] if args else kwargs["hidden_states"]
+    if layer.index == 0:
+        cache.check_forward(module)
     layer.check(hidden.shape[0], hidden.shape[1])
     layer.hooked = True
     if not layer.slots:

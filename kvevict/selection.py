@@ -6,6 +6,7 @@ score a policy invents can evict them (kvpress #226). Empty slots (position -1) 
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 from typing import Literal
 
@@ -22,27 +23,27 @@ def protected(
     prompt: int | Tensor = 0,
     protect_prompt: Literal["whole"] | float | None = None,
     budget: int | Tensor = 0,
+    may_be_empty: bool = True,
 ) -> Tensor | None:
     """Which slots may not be evicted: (B, H, L) bool, or None when none is protected.
 
     ``positions`` is (B, H, L); ``seen``, ``recent``, ``prompt`` and ``budget`` are ints or (B, 1, 1).
+    ``may_be_empty``: whether a position can be -1.
     """
     parts = []
     if sinks:
-        parts.append((positions >= 0) & (positions < sinks))
+        parts.append(positions < sinks)
     if isinstance(recent, Tensor) or recent > 0:
-        parts.append((positions >= 0) & (positions >= seen - recent))
+        parts.append(positions >= seen - recent)
     if protect_prompt == "whole":
-        parts.append((positions >= 0) & (positions < prompt))
+        parts.append(positions < prompt)
     elif protect_prompt is not None:
         head, tail = prompt_ends(protect_prompt, budget)
-        parts.append((positions >= 0) & (positions < prompt) & ((positions < head) | (positions >= prompt - tail)))
+        parts.append((positions < prompt) & ((positions < head) | (positions >= prompt - tail)))
     if not parts:
         return None
-    kept = parts[0]
-    for part in parts[1:]:
-        kept = kept | part
-    return kept
+    kept = functools.reduce(torch.logical_or, parts)
+    return kept & (positions >= 0) if may_be_empty else kept
 
 
 def prompt_ends(share: float, budget: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
