@@ -201,9 +201,9 @@ class EvictingCache(Cache):
             layer.settle()
             return
         layer.pending = False
-        layers = self.evicting_layers
-        if layer is not layers[-1] or not layer.crowded:
+        if layer.index < self.spec.layers - 1 or not layer.crowded:
             return
+        layers = self.evicting_layers
         votes = _votes(layers)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))
