@@ -300,8 +300,9 @@ def _votes(layers: Iterable[EvictingLayer]) -> Tensor:
         held = layer.held()
         scores = layer.scores(held)
         layer.check_scores(scores)
-        order = selection.eviction_order(scores, held.positions, layer.protection(held))
-        going = (torch.arange(order.shape[-1], device=order.device) < layer.surplus_rows()).expand_as(order)
+        protection = layer.protection(held)
+        order = selection.eviction_order(scores, held.positions, protection)
+        going = layer.going(held, order, protection)
         cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)
         votes = cast if votes is None else votes + cast.to(votes.device)
     assert votes is not None

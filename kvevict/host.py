@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kvevict.errors import UnsupportedModelError
+from kvevict.masks import additive
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 """Names under which decoders hand a cache to their attention modules."""
@@ -60,6 +61,29 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., tuple[Tens
     registry = getattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS", None)
     function: Callable[..., tuple[Tensor, Tensor | None]] = (registry or AttentionInterface())[name]
     return function
+
+
+def masked_attention(module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """An attention function that takes a mask per head: sdpa, or the model's own eager one if sdpa cannot do it.
+
+    Raises UnsupportedModelError if the model has learned sinks or a soft cap, and no eager attention.
+    """
+    if kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
+        return attention_function("sdpa", module)
+    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    if eager is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has attention sinks or a soft cap, and no eager attention to use where a mask "
+            "per head is needed: call model.set_attn_implementation('eager') before building the cache"
+        )
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor | None] = eager(module, query, key, value, additive(mask, query.dtype), **kwargs)
+        return result
+
+    return attention
 
 
 def takes_matrix_masks(name: str) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -24,7 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvevict import masks, selection
 from kvevict.errors import ObservationError, OptionError, PolicyError, UnsupportedOperationError, WrongModelError
-from kvevict.policies.base import Column, Held, Policy, Rows, share_of
+from kvevict.policies.base import Column, Held, Policy, Rows, at_least, share_of
 from kvevict.rope import Rerotation
 
 UNBOUNDED = 2**62
@@ -60,7 +59,7 @@ class Spec:
         """The budget of an average layer after ``seen`` tokens."""
         if isinstance(self.budget, int):
             return self.budget
-        return max(share_of(self.budget, seen), self.policy.least())
+        return at_least(share_of(self.budget, seen), self.policy.least())
 
     def tokens(self, layer: int, seen: int, prompt: int | None) -> int:
         """Tokens per KV head that ``layer`` may keep after ``seen`` tokens.
@@ -82,6 +81,11 @@ class Spec:
         return self._tokens[key]
 
     @property
+    def one_by_one(self) -> bool:
+        """Whether no more tokens go than must."""
+        return type(self.policy).at_once is Policy.at_once
+
+    @property
     def uniform(self) -> bool:
         """Whether every layer gets the same budget."""
         return type(self.policy).layer_budgets is Policy.layer_budgets
@@ -94,8 +98,7 @@ class Spec:
     def row_tokens(self, layer: int, seen: Tensor, prompt: Tensor) -> Tensor:
         """``tokens`` for each row: seen, prompt and the result are (B,) int64."""
         if not isinstance(self.budget, int) and self.uniform:
-            share = Fraction(repr(self.budget))
-            return (seen * share.numerator // share.denominator).clamp_min(self.policy.least())
+            return at_least(share_of(self.budget, seen), self.policy.least())
         if isinstance(self.budget, int) and not self.policy.prompt_sets_budgets:
             own = self._layer_budgets(self.budget, None)[layer]
             return torch.where(seen > self.budget, own, max(own, self.budget))
@@ -250,7 +253,8 @@ class EvictingLayer(CacheLayerMixin):
         if policy.protect_prompt != "whole" or not policy.evicts or over or self.row_seen is not None:
             return
         prompt = self.seen + tokens
-        budget = min(self.spec.tokens(layer, prompt + 1, prompt) for layer in range(self.spec.layers))
+        later = max(prompt, self.spec.average(prompt)) + 1  # once more than an average budget was seen
+        budget = min(self.spec.tokens(layer, later, prompt) for layer in range(self.spec.layers))
         if tokens > 1 and isinstance(self.spec.budget, int) and policy.protected_tokens(budget, prompt) > budget:
             self._room_error(budget, f"a prompt of {prompt} tokens")
 
@@ -545,32 +549,37 @@ class EvictingLayer(CacheLayerMixin):
             may_be_empty=self.gaps,
         )
 
-    def surplus(self) -> int:
-        """How many slots must go now."""
-        bound = self.bound()
-        if self.slots <= bound:
-            return 0
-        keep = self.spec.policy.keep(self.slots, bound)
-        if keep < bound:  # a policy that evicts many at once stops at what is protected
-            prompt = self.seen if self.prompt is None else self.prompt
-            keep = max(keep, self.spec.policy.protected_tokens(bound, prompt))
-        return self.slots - min(bound, keep)
-
-    def surplus_rows(self) -> int | Tensor:
-        """How many slots must go now in each row: an int, or (B, 1, 1)."""
-        if not self.uneven:
-            return self.surplus()
-        return self.slots - self._row_budgets().clamp_max(self.slots - self.surplus())[:, None, None]
+    @property
+    def uneven(self) -> bool:
+        """Whether rows may have to evict different numbers of tokens."""
+        return self.row_seen is not None and (self.spec.varies or not self.spec.one_by_one)
 
     @property
     def crowded(self) -> bool:
         """Whether some row may hold more than its own budget."""
-        return self.surplus() > 0 or (self.uneven and self.seen > self.spec.average(self.seen))
+        return self.slots > self.bound() or (self.uneven and self.seen > self.spec.average(self.seen))
 
-    @property
-    def uneven(self) -> bool:
-        """Whether rows may have different budgets now."""
-        return self.row_seen is not None and self.spec.varies
+    def surplus(self) -> int:
+        """How many slots are too many for every row."""
+        bound = self.bound()
+        if self.slots <= bound:
+            return 0
+        if self.uneven or self.spec.one_by_one:
+            return self.slots - bound
+        keep = self.slots - int(self.spec.policy.at_once(bound))
+        prompt = self.seen if self.prompt is None else self.prompt
+        return self.slots - min(bound, max(keep, self.spec.policy.protected_tokens(bound, prompt)))
+
+    def going(self, held: Held, order: Tensor, protection: Tensor | None) -> Tensor:
+        """Which ranks of ``order``, the first to go first, must go: (B, H, slots) bool."""
+        rank = torch.arange(self.slots, device=order.device)
+        if not self.uneven:
+            return (rank < self.surplus()).expand_as(order)
+        live = (held.positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
+        stay = torch.minimum(live - self.spec.policy.at_once(held.budget), torch.as_tensor(held.budget))
+        if protection is not None:
+            stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
+        return rank < self.slots - torch.where(live > held.budget, stay, live)
 
     @_outside_inference_mode
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -591,18 +600,19 @@ class EvictingLayer(CacheLayerMixin):
             self._check_room(protection)
         surplus = self.surplus()
         self.ordered = False
-        positions = self.slot_positions
-        if surplus > 1:
-            self._compact(self.slots - surplus, scores, protection)
-        elif not self.uneven:
-            self.free = selection.pick_victim(scores, positions, protection, may_be_empty=self.gaps)
-            positions.scatter_(2, self.free, -1)
-        else:
-            order = selection.eviction_order(scores, positions, protection)
-            going = (torch.arange(self.slots, device=order.device) < self.surplus_rows()).expand_as(order)
-            positions.masked_fill_(torch.zeros_like(going).scatter_(2, order, going), -1)
+        if surplus == 1 and not self.uneven:
+            self.free = selection.pick_victim(scores, held.positions, protection, may_be_empty=self.gaps)
+            held.positions.scatter_(2, self.free, -1)
+            return
+        order = selection.eviction_order(scores, held.positions, protection)
+        if self.uneven:
+            going = self.going(held, order, protection)
+            held.positions.masked_fill_(torch.zeros_like(going).scatter_(2, order, going), -1)
             self.gaps = True
-            self.free = order[:, :, :1] if surplus else None
+        if surplus > 1:
+            self._compact(order[:, :, surplus:])
+        elif surplus:
+            self.free = order[:, :, :1]
 
     def _check_room(self, protection: Tensor) -> None:
         """A protected prompt that outgrew the budget is the user's error, never a silent eviction."""
@@ -612,15 +622,11 @@ class EvictingLayer(CacheLayerMixin):
                 self._clear()  # nothing was held before: leave it so
             self._room_error(budget, "this prompt")
 
-    def _compact(self, keep: int, scores: Tensor, protection: Tensor | None) -> None:
-        """Gathers the survivors, oldest first and empty slots last, into tensors of the budget's size."""
+    def _compact(self, kept: Tensor) -> None:
+        """Gathers the slots ``kept`` (B, H, n), oldest first and empty ones last, into tensors of the budget's size."""
         assert self.positions is not None and self.keys is not None and self.values is not None
-        positions = self.positions[:, :, : self.slots]
-        kept = selection.eviction_order(scores, positions, protection)[:, :, self.slots - keep :]
-        positions = positions.gather(2, kept)
-        if self.uneven:
-            over = self.surplus_rows() - (self.slots - keep)
-            positions = positions.masked_fill(torch.arange(keep, device=positions.device) < over, -1)
+        keep = kept.shape[2]
+        positions = self.positions.gather(2, kept)
         last = torch.iinfo(positions.dtype).max
         oldest = positions.masked_fill(positions < 0, last).argsort(dim=-1, stable=True)
         kept, positions = kept.gather(2, oldest), positions.gather(2, oldest)

@@ -13,7 +13,9 @@ Three ways, by what the policy needs and what the model runs:
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -142,8 +144,8 @@ class Attachment:
         modules = host.attention_modules(model)
         if self.base == "eager":
             for module in modules:
-                self.handles.append(module.register_forward_pre_hook(_before_eager, with_kwargs=True))
-                self.handles.append(module.register_forward_hook(_after_eager, with_kwargs=True))
+                self.handles.append(module.register_forward_pre_hook(_Hook(_before_eager), with_kwargs=True))
+                self.handles.append(module.register_forward_hook(_Hook(_after_eager), with_kwargs=True))
             return
         name = _PREFIX + self.base
         AttentionInterface.register(name, _observed(self.base))
@@ -217,27 +219,20 @@ def _config_view(config: PreTrainedConfig, base: str, name: str) -> PreTrainedCo
         current: str | None = self._attn_implementation_internal
         return name if current == base else current
 
-    def set_(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
-        config._attn_implementation = value
-
     view_type = type(
         kind.__name__,
         (kind,),
         {
-            "_attn_implementation": property(get, set_),
+            "_attn_implementation": property(get, vars(PreTrainedConfig)["_attn_implementation"].fset),
+            "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),  # transformers makes new ones to compare
             "__deepcopy__": lambda self, memo: copy.deepcopy(config, memo),
-            "__reduce_ex__": lambda self, protocol: (_identity, (config,)),
+            "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((config,),)),
             "__module__": kind.__module__,
-            "__init__": kind.__init__,
         },
     )
     view: PreTrainedConfig = object.__new__(view_type)
     object.__setattr__(view, "__dict__", config.__dict__)
     return view
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 _TAG = "_kvevict_ticket"
@@ -265,7 +260,7 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             return kernel(module, query, key, value, attention_mask, **kwargs)
         exact = ticket.exact_mask(attention_mask, query.shape[1])
         if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
-            kernel = host.attention_function("sdpa", module)  # flash kernels take no mask per head
+            kernel = host.masked_attention(module, kwargs)  # flash kernels take no mask per head
         result = kernel(module, query, key, value, exact, **kwargs)
         if not ticket.layer.wanted:
             ticket.finish()
@@ -289,6 +284,19 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return result
 
     return attention
+
+
+class _Hook:
+    """A hook of one model. A copy or pickle of the model gets one that does nothing, and needs no kvevict to load."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, returns None
 
 
 def _ignored(name: str) -> NoReturn:

@@ -7,11 +7,12 @@ score a policy invents can evict them (kvpress #226). Empty slots (position -1) 
 from __future__ import annotations
 
 import functools
-from fractions import Fraction
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from kvevict.policies.base import share_of
 
 
 def protected(
@@ -48,8 +49,7 @@ def protected(
 
 def prompt_ends(share: float, budget: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
     """How many tokens of the prompt's start and of its end ``protect_prompt=share`` keeps, the odd one at the end."""
-    exact = Fraction(repr(float(share)))
-    total = budget * exact.numerator // exact.denominator
+    total = share_of(share, budget)
     return total // 2, total - total // 2
 
 

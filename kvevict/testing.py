@@ -88,8 +88,9 @@ def replay(
                             if not real[b, column] or (column < done and int(ranks[b, column]) not in old):
                                 continue
                             shown[b, h, max(0, column - done) :, column] = True
-                mask = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
-                masks[id(module)] = mask.repeat_interleave(heads // kv_heads, 1).to(next(model.parameters()).dtype)
+                dtype = next(model.parameters()).dtype
+                mask = torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+                masks[id(module)] = mask.repeat_interleave(heads // kv_heads, 1)
             done += queries
             arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
             if attention_mask is not None:

@@ -77,7 +77,7 @@ def drive_slowly(policy: Policy, budget: int, *, kv_heads: int, prompt: int = PR
         attended.append([sorted(keys) for keys in held])
         if len(held[0]) > budget:
             scores = policy.score(state).expand(1, kv_heads, -1)[0].tolist()
-            keep = policy.keep(len(held[0]), budget)
+            keep = min(len(held[0]) - policy.at_once(budget), budget)
             stay = []
             for h, keys in enumerate(held):
                 newest = seen - policy.recent_for(budget)

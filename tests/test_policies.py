@@ -426,12 +426,9 @@ def test_scissorhands_without_a_window_counts_what_was_important():
     assert policy.score(held).tolist() == [[[1, 0]]]  # strictly above 1/t: 1 of 1, half of 2 and 1 alone are not
 
 
-def test_scissorhands_drops_many_at_once_but_not_the_protected():
-    assert Scissorhands(drop=0.5, recent=0).keep(held=9, budget=8) == 5
-    assert Scissorhands(drop=0.5, recent=7).keep(held=9, budget=8) == 7
-    assert Scissorhands(drop=0.5, recent=0).keep(held=100, budget=8) == 8
-    assert Scissorhands(drop=0, recent=0).keep(held=9, budget=8) == 8
-    assert Scissorhands(drop=1, recent=0).keep(held=9, budget=8) == 1
+def test_scissorhands_drops_a_share_of_the_budget_at_once():
+    assert [Scissorhands(drop=drop).at_once(8) for drop in (0, 0.1, 0.5, 1)] == [1, 1, 4, 8]
+    assert Scissorhands(drop=0.3).at_once(torch.tensor([[[10]], [[4]]])).tolist() == [[[3]], [[1]]]
 
 
 def test_snapkv_pools_over_neighbours_and_spares_the_window():

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvevict.policies.base import ALL_QUERIES, Column, Held, Policy, Rows, check_option, share_of
+from kvevict.policies.base import ALL_QUERIES, Column, Held, Policy, Rows, at_least, check_option, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,8 @@ class AdaptiveEMA(Policy):
     def _last_due(self, held: Held, seen: Tensor) -> Tensor:
         """How many queries the row has at its newest rebuild, given that it now has ``seen``: both (B, 1)."""
         last = held["scored_at"][:, 0].amax(-1, keepdim=True)  # (B, 1)
-        if isinstance(held.budget, Tensor):
-            every = (held.budget.view(-1, 1).double() * self.rebuild + 1e-9).long().clamp_min(1)
-            return seen - (seen - last) % every
-        return seen - (seen - last) % max(1, share_of(self.rebuild, held.budget))
+        budget = held.budget.view(-1, 1) if isinstance(held.budget, Tensor) else held.budget
+        return seen - (seen - last) % at_least(share_of(self.rebuild, budget), 1)
 
     def _learn(self, held: Held, attention: Tensor, seen: Tensor, beta: Tensor, queries: Tensor) -> None:
         """Adds queries to `importance` and `seen_at`; a query with beta 1 and position -1 adds nothing."""

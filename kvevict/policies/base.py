@@ -17,7 +17,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,13 +114,22 @@ def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
     return weights[:, :, 0]
 
 
-def share_of(share: float, tokens: int) -> int:
-    """``share`` of ``tokens``, rounded down, with the share read as the decimal it prints as.
+Tokens = TypeVar("Tokens", int, Tensor, int | Tensor)
+
+
+def share_of(share: float, tokens: Tokens) -> Tokens:
+    """``share`` of ``tokens`` (an int, or an int64 tensor), rounded down, with the share read as it is printed.
 
     >>> share_of(0.3, 10)
     3
     """
-    return int(Fraction(repr(float(share))) * tokens)
+    exact = Fraction(repr(float(share)))
+    return tokens * exact.numerator // exact.denominator
+
+
+def at_least(tokens: Tokens, least: int) -> Tokens:
+    """``tokens`` (an int, or an int64 tensor), raised to ``least`` where they are fewer."""
+    return max(tokens, least) if isinstance(tokens, int) else tokens.clamp_min(least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +211,9 @@ class Policy(ABC):
         """
         return [budget] * layers
 
-    def keep(self, held: int, budget: int) -> int:
-        """How many of ``held`` tokens stay once they outgrow ``budget``."""
-        return budget
+    def at_once(self, budget: int | Tensor) -> int | Tensor:
+        """How many tokens go together, at least, once ``budget`` (an int, or (B, 1, 1)) is outgrown."""
+        return 1
 
     def admit(self, new: Held) -> None:
         """Called with the slots of the tokens that just arrived, before they are attended to."""

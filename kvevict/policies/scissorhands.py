@@ -14,6 +14,7 @@ from kvevict.policies.base import (
     Held,
     Policy,
     Rows,
+    at_least,
     check_option,
     reduce_group,
     share_of,
@@ -66,9 +67,8 @@ class Scissorhands(Policy):
             return {"important": Column(dtype=torch.int32)}
         return {"history": Column(shape=((self.window + 7) // 8,), dtype=torch.uint8)}
 
-    def keep(self, held: int, budget: int) -> int:
-        dropped = max(1, share_of(self.drop, budget))
-        return max(min(held - dropped, budget), min(self.least(), budget))
+    def at_once(self, budget: int | Tensor) -> int | Tensor:
+        return at_least(share_of(self.drop, budget), 1)
 
     def observe(self, held: Held, rows: Rows) -> None:
         weights = reduce_group(rows.weights, self.group)  # (B, H, Q, L)

@@ -1,0 +1,33 @@
+"""What every test file shares: a fixed seed, and kernels that are registered for one test only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def register_kernel() -> Iterator[Callable[[str, Any, Any], str]]:
+    """Registers an attention function with its mask function, and takes both out again after the test."""
+    names = []
+
+    def register(name: str, kernel: Any, mask: Any) -> str:
+        AttentionInterface.register(name, kernel)
+        AttentionMaskInterface.register(name, mask)
+        names.append(name)
+        return name
+
+    yield register
+    for name in names:
+        for registered in (name, f"kvevict_{name}"):
+            AttentionInterface._global_mapping.pop(registered, None)
+            AttentionMaskInterface._global_mapping.pop(registered, None)
