@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from kvevict import host, observe, selection
 from kvevict.errors import ObservationError, OptionError, UnsupportedModelError, WrongModelError
@@ -167,20 +168,21 @@ class EvictingCache(Cache):
             if not hooked and self._base == "eager":
                 raise WrongModelError("this cache was built for another model: build an EvictingCache for this one")
             return observe.tag(keys, ticket), values
-        if layer.fresh == 1 and not layer.gaps and self._base != "eager" and not layer.ordered_padding:
-            ticket.finish()
-            return keys, values
         return observe.Probe.of(keys, ticket), values
 
     def check_forward(self, module: torch.nn.Module | None) -> None:
         """Once per forward: raises if ``module``, its attention or the layers are not as this cache needs them."""
         self.check_module(module)
-        layers = self.evicting_layers
-        if layers[0].seen != layers[-1].seen:
+        # transformers' layers below the first of ours have this forward's tokens already
+        layers = [layer for layer in self.layers[self._evicting[0] :] if isinstance(layer, CacheLayerMixin)]
+        seen = [layer.get_seq_length() for layer in layers]
+        if min(seen) != max(seen):
             raise ObservationError(
-                f"the previous forward ended halfway: the first layer has seen {layers[0].seen} tokens and the last "
-                f"{layers[-1].seen}. Call cache.reset(), or go on from a copy made before it"
+                f"the previous forward ended halfway: its layers have seen {min(seen)} to {max(seen)} tokens. Call "
+                "cache.reset(), or go on from a copy made before it"
             )
+        for layer in self.evicting_layers:
+            layer.check_pending()
         model = self._model()
         now = self._base if model is None else host.implementation(model)
         if now != self._base:
@@ -200,11 +202,10 @@ class EvictingCache(Cache):
         if not self.policy.consensus:
             layer.settle()
             return
-        layer.pending = False
-        if layer.index < self.spec.layers - 1 or not layer.crowded:
+        if layer.index < self.spec.layers - 1:
             return
         layers = self.evicting_layers
-        votes = _votes(layers)
+        votes = _votes(layers) if layer.crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))
 
@@ -273,7 +274,7 @@ def _check_protection(spec: Spec) -> None:
     policy, budget = spec.policy, spec.budget
     if not isinstance(budget, int) or not policy.evicts:
         return
-    smallest = min(policy.layer_budgets(budget, spec.layers, None))
+    smallest = min(spec.tokens(layer, budget + 1, None) for layer in range(spec.layers))
     recent = policy.recent_for(smallest)
     where = "" if smallest == budget else f" (its smallest layer gets {smallest})"
     needed = policy.sinks + int(recent)

@@ -77,7 +77,13 @@ class Spec:
         if key not in self._tokens:
             if not isinstance(self.budget, int):
                 self._tokens.clear()  # a share of what was seen grows for ever: remember only the current one
-            self._tokens[key] = self.policy.layer_budgets(average, self.layers, key[1])
+            budgets = self.policy.layer_budgets(average, self.layers, key[1])
+            if len(budgets) != self.layers or not all(type(each) is int and each >= 1 for each in budgets):
+                raise PolicyError(
+                    f"policy {self.policy.name!r} gave the layer budgets {budgets}: layer_budgets() must return "
+                    f"{self.layers} ints of at least 1, one for each layer that evicts"
+                )
+            self._tokens[key] = budgets
         return self._tokens[key]
 
     @property
@@ -138,6 +144,7 @@ class EvictingLayer(CacheLayerMixin):
         self.shortest = 0  # real tokens of the row that has fewest
         self.arrived: Tensor | None = None  # (B | 1, Q) positions of the newest forward's tokens, -1 for pads
         self.fresh = 0  # tokens of the newest forward
+        self.ragged = False  # some row's newest token is a pad: its last queries are not the last columns
         self.free: Tensor | None = None  # (B, H, 1) one empty slot in every row and head
         self.landed: Tensor | None = None  # (B, H, 1) where the newest token went, when it went into `free`
         self.ordered = True  # slot i still holds column i
@@ -223,15 +230,20 @@ class EvictingLayer(CacheLayerMixin):
         assert self.positions is not None
         return self.positions[:, :, : self.slots]
 
-    @property
-    def ordered_padding(self) -> bool:
-        """Whether transformers' own mask still hides pads that are stored."""
-        return self.row_seen is not None
-
     # -- a forward -------------------------------------------------------------------------------------------
 
     def check(self, batch: int, tokens: int) -> None:
         """Raises before anything changes if this forward cannot be right."""
+        self.check_pending()
+        if self.is_initialized and self.keys is not None and batch != self.keys.shape[0]:
+            raise WrongModelError(
+                f"batch of {batch} rows given to a cache that holds {self.keys.shape[0]}: use a new cache, "
+                "cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
+            )
+        self._check_whole_prompt(tokens)
+
+    def check_pending(self) -> None:
+        """Raises if the previous forward's attention never arrived, or its eviction failed."""
         if self.pending or self.reserved:
             raise ObservationError(
                 f"layer {self.index}: the attention of the previous forward never reached the cache, so "
@@ -239,12 +251,6 @@ class EvictingLayer(CacheLayerMixin):
                 "model detached, or a forward interrupted? Build the EvictingCache after the last change, and "
                 "cache.reset() before using it again"
             )
-        if self.is_initialized and self.keys is not None and batch != self.keys.shape[0]:
-            raise WrongModelError(
-                f"batch of {batch} rows given to a cache that holds {self.keys.shape[0]}: use a new cache, "
-                "cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
-            )
-        self._check_whole_prompt(tokens)
 
     def _check_whole_prompt(self, tokens: int) -> None:
         """A prompt that may not be cut must fit every layer. Padded batches are looked at when their pads are known."""
@@ -291,6 +297,7 @@ class EvictingLayer(CacheLayerMixin):
         self.seen += tokens
         self.shortest += tokens
         self.fresh = tokens
+        self.ragged = False
         self._write(self.positions, self.arrived[:, None])
         if self.tokens is not None:
             self._write(self.tokens, torch.arange(column, self.seen, device=device)[None, None])
@@ -326,8 +333,10 @@ class EvictingLayer(CacheLayerMixin):
         rerotation = self.spec.rerotation
         if rerotation is None or self.ordered:
             return held
-        assert self.positions is not None
-        return rerotation.shift_sinks(held, self.positions[:, :, : self.slots], self.spec.policy.sinks)
+        policy = self.spec.policy
+        prompt = self.seen if self.prompt is None else self.prompt
+        front = policy.protected_tokens(self.bound(), prompt) - int(policy.recent_for(self.bound()))
+        return rerotation.close_gap(held, self.slot_positions, front)
 
     def _write(self, stored: Tensor, new: Tensor) -> None:
         """Puts the newest tokens' values (broadcast to (B, H, Q, ...)) where they were placed."""
@@ -446,6 +455,7 @@ class EvictingLayer(CacheLayerMixin):
         self.row_seen = before + real.sum(1)
         if self.fresh > 1:
             self.shortest = int(self.row_seen.min())
+            self.ragged = not bool(real[:, -1].all())
         ranks = before[:, None] + real.cumsum(1) - 1
         self.arrived = ranks.masked_fill(~real, -1)
         self._write(self.positions, self.arrived[:, None])
@@ -483,7 +493,7 @@ class EvictingLayer(CacheLayerMixin):
     @property
     def wanted(self) -> int:
         """How many of the newest forward's queries the policy wants to see."""
-        return min(self.spec.policy.queries, self.fresh)
+        return self.fresh if self.ragged and self.spec.policy.queries else min(self.spec.policy.queries, self.fresh)
 
     def observe(self, blocks: Iterable[tuple[int, Tensor]]) -> None:
         """Shows the policy attention rows: pairs (first query of the block, weights (B, H, G, q, l <= slots))."""
@@ -544,8 +554,7 @@ class EvictingLayer(CacheLayerMixin):
             sinks=policy.sinks,
             recent=policy.recent_for(held.budget),
             prompt=held.prompt,
-            protect_prompt=policy.protect_prompt,
-            budget=held.budget,
+            ends=policy.prompt_ends(held.budget, held.prompt),
             may_be_empty=self.gaps,
         )
 
@@ -584,12 +593,14 @@ class EvictingLayer(CacheLayerMixin):
     @_outside_inference_mode
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
-        self.pending = False
         assert self.keys is not None and self.values is not None
         if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
             self.keys, self.values = self.keys.detach(), self.values.detach()
-        if not self.crowded:
-            return
+        if self.crowded:
+            self._evict(rescore)
+        self.pending = False
+
+    def _evict(self, rescore: Callable[[Tensor], Tensor] | None) -> None:
         held = self.held()
         scores = self.scores(held)
         if rescore is not None:

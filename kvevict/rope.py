@@ -38,22 +38,20 @@ class Rerotation:
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
         return turned if keys.shape[-1] == 2 * half else torch.cat([turned, keys[..., 2 * half :]], -1)
 
-    def shift_sinks(self, keys: Tensor, positions: Tensor, sinks: int) -> Tensor:
-        """A copy of keys (B, H, L, D) in which the sinks stand right before the oldest other token.
+    def close_gap(self, keys: Tensor, positions: Tensor, front: int) -> Tensor:
+        """A copy of keys (B, H, L, D) in which the ``front`` oldest tokens stand right before the others.
 
-        positions: (B, H, L), -1 for empty slots. The distance from any query to a sink is then what it would be
-        if positions had been counted inside the cache.
+        positions: (B, H, L), -1 for empty slots; the tokens after the front ones are contiguous. The distance from
+        any query to a key is then what it would be if positions had been counted inside the cache.
         """
-        if not sinks:
+        if not front:
             return keys
-        last = torch.iinfo(positions.dtype).max
-        filled = positions.masked_fill(positions < 0, last)
-        oldest = filled.masked_fill(filled < sinks, last).amin(-1, keepdim=True)  # (B, H, 1)
-        shift = (oldest - sinks).clamp_min(0).masked_fill(oldest == last, 0)
-        slots = filled.topk(min(sinks, filled.shape[-1]), largest=False).indices  # (B, H, sinks)
-        held = positions.gather(-1, slots)
-        shift = shift.expand_as(held).masked_fill((held < 0) | (held >= sinks), 0)
-        wide = slots.unsqueeze(-1).expand(*slots.shape, keys.shape[-1])
+        empty = torch.iinfo(positions.dtype).max
+        oldest = positions.masked_fill(positions < 0, empty).topk(min(front, positions.shape[-1]), largest=False)
+        first = positions.amax(-1, keepdim=True) + 1 - (positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
+        rank = torch.arange(oldest.values.shape[-1], device=positions.device)
+        shift = (first + rank - oldest.values).masked_fill(oldest.values == empty, 0)  # (B, H, front)
+        wide = oldest.indices.unsqueeze(-1).expand(*oldest.indices.shape, keys.shape[-1])
         return keys.scatter(2, wide, self.rotate(keys.gather(2, wide), shift))
 
 

@@ -7,12 +7,9 @@ score a policy invents can evict them (kvpress #226). Empty slots (position -1) 
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-from kvevict.policies.base import share_of
 
 
 def protected(
@@ -22,13 +19,13 @@ def protected(
     sinks: int,
     recent: int | Tensor,
     prompt: int | Tensor = 0,
-    protect_prompt: Literal["whole"] | float | None = None,
-    budget: int | Tensor = 0,
+    ends: tuple[int | Tensor, int | Tensor] | None = None,
     may_be_empty: bool = True,
 ) -> Tensor | None:
     """Which slots may not be evicted: (B, H, L) bool, or None when none is protected.
 
-    ``positions`` is (B, H, L); ``seen``, ``recent``, ``prompt`` and ``budget`` are ints or (B, 1, 1).
+    ``positions`` is (B, H, L); the numbers are ints or (B, 1, 1).
+    ``ends``: how many tokens stay of the prompt's start, and of its end.
     ``may_be_empty``: whether a position can be -1.
     """
     parts = []
@@ -36,21 +33,13 @@ def protected(
         parts.append(positions < sinks)
     if isinstance(recent, Tensor) or recent > 0:
         parts.append(positions >= seen - recent)
-    if protect_prompt == "whole":
-        parts.append(positions < prompt)
-    elif protect_prompt is not None:
-        head, tail = prompt_ends(protect_prompt, budget)
+    if ends is not None:
+        head, tail = ends
         parts.append((positions < prompt) & ((positions < head) | (positions >= prompt - tail)))
     if not parts:
         return None
     kept = functools.reduce(torch.logical_or, parts)
     return kept & (positions >= 0) if may_be_empty else kept
-
-
-def prompt_ends(share: float, budget: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
-    """How many tokens of the prompt's start and of its end ``protect_prompt=share`` keeps, the odd one at the end."""
-    total = share_of(share, budget)
-    return total // 2, total - total // 2
 
 
 def pick_victim(scores: Tensor, positions: Tensor, protection: Tensor | None, *, may_be_empty: bool) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvevict import EvictingCache, ObservationError, OptionError, host, testing
+from kvevict import EvictingCache, Held, ObservationError, OptionError, host, testing
 from kvevict.layer import EvictingLayer
 from kvevict.policies import H2O, Policy, PyramidKV, Random
 
@@ -235,6 +236,19 @@ def test_layers_of_different_budgets_share_one_model(rounding, implementation, p
     assert len(set(cache.stored)) > 1
 
 
+@every_implementation
+@pytest.mark.parametrize("prompt", [20, 21, 22, 23])
+@pytest.mark.parametrize("turn", [2, 3])
+def test_a_layer_whose_budget_grows_faster_than_the_text_leaves_no_gap_visible(prompt, turn, implementation):
+    """Under a share, the pyramid's first layer gains two slots for a token: a freed slot may stay empty for a while."""
+    sizes = [prompt, 1, turn, 1, 1, 1, turn, 1, turn, 1, 1]
+    blocks = blocks_of(text(length=sum(sizes)), sizes)
+    model = tiny(implementation)
+    cache = EvictingCache(model, small("pyramidkv"), budget=0.5)
+    got, held = testing.run(model, cache, blocks)
+    assert largest_error(got, testing.replay(tiny("eager"), held, blocks), blocks) < NOISE
+
+
 def test_layer_budgets_of_the_pyramid_sum_to_the_total():
     model = tiny(num_hidden_layers=5)
     for budget in range(4, 20):
@@ -371,6 +385,35 @@ def test_what_is_held_after_each_forward(name, implementation, padded, budget, s
             assert counted == positions.shape[-1]
             assert stored == counted if not padded else stored >= counted
     assert name == "full" or max(cache.stored) < done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opinions(Policy):
+    """The first two layers would rather lose token 5, the last one token 7; otherwise the oldest goes."""
+
+    name: ClassVar[str] = "opinions"
+    consensus: ClassVar[bool] = True
+
+    def score(self, held: Held) -> Tensor:
+        return held.positions.masked_fill(held.positions == (5 if held.layer < 2 else 7), -5)
+
+
+@every_implementation
+@alone_and_padded
+def test_with_consensus_the_token_with_most_votes_goes_from_all_layers(implementation, padded):
+    model = tiny(implementation)
+    cache = EvictingCache(model, Opinions(), budget=BUDGET)
+    ids, mask = text(2, 11), torch.ones(2, 11, dtype=torch.long)
+    if padded:
+        mask[1, :1] = 0
+    forward(model, cache, ids[:, :10], mask[:, :10], positions=True)
+    once = [[0, 1, 2, 3, 4, 6, 7, 8, 9]] * 2
+    # the padded row has nine tokens so far: nothing had to go
+    other = [[0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2 if padded else once
+    assert [positions.tolist() for positions in kept(cache)] == [[once, other]] * LAYERS
+    forward(model, cache, ids[:, 10:], mask, positions=True)
+    twice = [[1, 2, 3, 4, 6, 7, 8, 9, 10]] * 2
+    assert [positions.tolist() for positions in kept(cache)] == [[twice, once if padded else twice]] * LAYERS
 
 
 @every_policy

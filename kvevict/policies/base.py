@@ -193,6 +193,15 @@ class Policy(ABC):
         """The smallest budget that can hold the protected tokens."""
         return max(1, self.sinks + (self.recent or 0))
 
+    def prompt_ends(self, budget: int | Tensor, prompt: int | Tensor) -> tuple[int | Tensor, int | Tensor] | None:
+        """How many tokens of the prompt's start, and of its end, ``protect_prompt`` keeps; the odd one at the end."""
+        if self.protect_prompt is None:
+            return None
+        if self.protect_prompt == "whole":
+            return prompt, 0
+        total = share_of(self.protect_prompt, budget)
+        return total // 2, total - total // 2
+
     def protected_tokens(self, budget: int, prompt: int) -> int:
         """How many tokens the common protections may hold at once under ``budget``, for a prompt of that length."""
         recent = self.recent_for(budget)
