@@ -272,7 +272,19 @@ def _check_model(model: object, policy: Policy) -> Any:
 def _check_protection(spec: Spec) -> None:
     """Raises OptionError if some layer's budget cannot hold what the policy protects."""
     policy, budget = spec.policy, spec.budget
-    if not isinstance(budget, int) or not policy.evicts:
+    if not policy.evicts:
+        return
+    if not isinstance(budget, int):
+        if policy.protect_prompt == "whole" and budget < 1:
+            raise OptionError(
+                f"budget={budget} is a share of the tokens seen and cannot hold protect_prompt='whole': give the "
+                "budget in tokens, or protect a share of it (protect_prompt=0.5)"
+            )
+        if policy.protect_prompt != "whole" and policy.protected_tokens(10**6, 0) > 10**6:
+            raise OptionError(
+                f"protect_prompt={policy.protect_prompt} with recent={policy.recent_for(100)} of 100 tokens protects "
+                "more than any budget holds: lower one of them"
+            )
         return
     smallest = min(spec.tokens(layer, budget + 1, None) for layer in range(spec.layers))
     recent = policy.recent_for(smallest)

@@ -83,6 +83,8 @@ class Spec:
                     f"policy {self.policy.name!r} gave the layer budgets {budgets}: layer_budgets() must return "
                     f"{self.layers} ints of at least 1, one for each layer that evicts"
                 )
+            if self.policy.prompt_sets_budgets:
+                budgets = [max(each, self.policy.least()) for each in budgets]
             self._tokens[key] = budgets
         return self._tokens[key]
 
@@ -149,6 +151,7 @@ class EvictingLayer(CacheLayerMixin):
         self.landed: Tensor | None = None  # (B, H, 1) where the newest token went, when it went into `free`
         self.ordered = True  # slot i still holds column i
         self.gaps = False  # some slots in use may be empty
+        self.dead = 0  # slots known to be empty in every row and head, left behind by a forward of several tokens
         self.reserved = False
         self.pending = False
         self.bad: Tensor | None = None  # whether a score was NaN, not looked at yet
@@ -291,6 +294,7 @@ class EvictingLayer(CacheLayerMixin):
         else:
             if self.free is not None:
                 self.gaps, self.free = True, None
+                self.dead += 1
             self._grow(self.slots + tokens)
             self.slots += tokens
         column = self.seen
@@ -431,11 +435,6 @@ class EvictingLayer(CacheLayerMixin):
         shown = masks.causal(self.slot_positions, self.arrived)
         return shown.repeat_interleave(heads // shown.shape[1], 1)
 
-    def real_queries(self, first: int) -> Tensor | None:
-        """Which of the newest forward's queries from ``first`` on are real: (B, q) bool; None: all."""
-        assert self.arrived is not None
-        return None if self.row_seen is None else self.arrived[:, first:] >= 0
-
     @_outside_inference_mode
     def learn_padding(self, real: Tensor) -> None:
         """Takes the pads among the new tokens out of the books. ``real``: (B | 1, Q) bool."""
@@ -453,8 +452,9 @@ class EvictingLayer(CacheLayerMixin):
         real = real.to(self.positions.device).expand(self.positions.shape[0], -1)
         before = self.row_seen - self.fresh
         self.row_seen = before + real.sum(1)
-        if self.fresh > 1:
+        if self.fresh > 1 or self.spec.varies:
             self.shortest = int(self.row_seen.min())
+        if self.fresh > 1:
             self.ragged = not bool(real[:, -1].all())
         ranks = before[:, None] + real.cumsum(1) - 1
         self.arrived = ranks.masked_fill(~real, -1)
@@ -501,6 +501,8 @@ class EvictingLayer(CacheLayerMixin):
         held = self.held()
         for start, weights in blocks:
             positions = self.arrived[:, start : start + weights.shape[3]].expand(weights.shape[0], -1)
+            if self.row_seen is not None:
+                weights = weights.masked_fill((positions < 0)[:, None, None, :, None], 0.0)  # a pad asks nothing
             view = held if weights.shape[-1] == self.slots else held.first(weights.shape[-1])
             self.spec.policy.observe(view, Rows(weights, positions))
 
@@ -516,6 +518,11 @@ class EvictingLayer(CacheLayerMixin):
             raise PolicyError(
                 f"policy {policy.name!r} scored layer {self.index} with {got}: score() must return "
                 f"{(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike"
+            )
+        if scores.dtype == torch.bool or scores.is_complex():
+            raise PolicyError(
+                f"policy {policy.name!r} scored layer {self.index} with {scores.dtype}: score() must return real "
+                "numbers"
             )
         return scores.expand(batch, heads, slots)
 
@@ -573,9 +580,10 @@ class EvictingLayer(CacheLayerMixin):
         bound = self.bound()
         if self.slots <= bound:
             return 0
-        if self.uneven or self.spec.one_by_one:
+        live = self.slots - self.dead
+        if self.uneven or self.spec.one_by_one or live <= bound:
             return self.slots - bound
-        keep = self.slots - int(self.spec.policy.at_once(bound))
+        keep = live - int(self.spec.policy.at_once(bound))
         prompt = self.seen if self.prompt is None else self.prompt
         return self.slots - min(bound, max(keep, self.spec.policy.protected_tokens(bound, prompt)))
 
@@ -614,6 +622,7 @@ class EvictingLayer(CacheLayerMixin):
         if surplus == 1 and not self.uneven:
             self.free = selection.pick_victim(scores, held.positions, protection, may_be_empty=self.gaps)
             held.positions.scatter_(2, self.free, -1)
+            self.dead = max(0, self.dead - 1)  # an empty slot goes first
             return
         order = selection.eviction_order(scores, held.positions, protection)
         if self.uneven:
@@ -653,6 +662,7 @@ class EvictingLayer(CacheLayerMixin):
             for name, column in self.state.items()
         }
         self.slots = keep
+        self.dead = 0
         self.gaps = self.row_seen is not None
         self.arrived = self.landed = None
 

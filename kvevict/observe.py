@@ -361,6 +361,4 @@ def _eager_rows(layer: EvictingLayer, weights: Tensor) -> Iterable[tuple[int, Te
     """The last rows that the policy wants, of weights (B, heads, Q, slots)."""
     first = layer.fresh - layer.wanted
     if layer.wanted:
-        rows = weights[:, :, first:].float().unflatten(1, (layer.kv_heads, -1))  # (B, H, G, q, slots)
-        real = layer.real_queries(first)
-        yield first, rows if real is None else rows * real[:, None, None, :, None]
+        yield first, weights[:, :, first:].float().unflatten(1, (layer.kv_heads, -1))  # (B, H, G, q, slots)

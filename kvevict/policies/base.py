@@ -190,8 +190,15 @@ class Policy(ABC):
         return 0 if self.recent is None else self.recent
 
     def least(self) -> int:
-        """The smallest budget that can hold the protected tokens."""
-        return max(1, self.sinks + (self.recent or 0))
+        """The smallest budget that can hold the protected tokens, a whole prompt left aside."""
+        whole = self.protect_prompt == "whole"
+        ample = 2 * (self.sinks + (self.recent or 0)) + 2
+        fits = (
+            budget
+            for budget in range(1, 100 * ample)
+            if (self.sinks + int(self.recent_for(budget)) if whole else self.protected_tokens(budget, 0)) <= budget
+        )
+        return next(fits, 100 * ample)
 
     def prompt_ends(self, budget: int | Tensor, prompt: int | Tensor) -> tuple[int | Tensor, int | Tensor] | None:
         """How many tokens of the prompt's start, and of its end, ``protect_prompt`` keeps; the odd one at the end."""
