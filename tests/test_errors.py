@@ -71,7 +71,7 @@ every_policy = pytest.mark.parametrize("name", NAMES)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def _refused(error: type[Exception], words: list[str], model: Any, *args: Any, **options: Any) -> None:
+def _assert_refused(error: type[Exception], words: list[str], model: Any, *args: Any, **options: Any) -> None:
     """The constructor raises ``error`` with all of ``words``, and nothing about the model or transformers changed."""
     before = snapshot(model) if isinstance(model, torch.nn.Module) else None
     tables = registries()
@@ -92,20 +92,20 @@ def _refused(error: type[Exception], words: list[str], model: Any, *args: Any, *
     [("h20", "'h2o'"), ("H2O", "'h2o'"), ("snap-kv", "'snapkv'"), ("streaming llm", "'streaming_llm'")],
 )
 def test_an_unknown_policy_is_answered_with_a_near_name(given, near):
-    _refused(OptionError, [repr(given), f"did you mean {near}?", *POLICIES], tiny(), given)
+    _assert_refused(OptionError, [repr(given), f"did you mean {near}?", *POLICIES], tiny(), given)
 
 
 @pytest.mark.parametrize("given", [None, 3, H2O, ["h2o"]])
 def test_what_is_no_policy_is_refused(given):
-    _refused(OptionError, ["policy="], tiny(), given)
+    _assert_refused(OptionError, ["policy="], tiny(), given)
 
 
 def test_an_unknown_option_is_answered_with_a_near_name():
-    _refused(OptionError, ["'h2o'", "'recents'", "did you mean 'recent'?", "group"], tiny(), "h2o", recents=3)
+    _assert_refused(OptionError, ["'h2o'", "'recents'", "did you mean 'recent'?", "group"], tiny(), "h2o", recents=3)
 
 
 def test_options_beside_a_finished_policy_are_refused():
-    _refused(OptionError, ["recent", "where that policy is made"], tiny(), H2O(), recent=3)
+    _assert_refused(OptionError, ["recent", "where that policy is made"], tiny(), H2O(), recent=3)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_options_beside_a_finished_policy_are_refused():
 )
 @every_policy
 def test_a_budget_that_cannot_be_is_refused(budget, words, name):
-    _refused(OptionError, words, tiny(), small(name), budget=budget)
+    _assert_refused(OptionError, words, tiny(), small(name), budget=budget)
 
 
 @every_policy
@@ -134,26 +134,29 @@ def test_a_budget_smaller_than_its_protections_is_refused(name):
     if name == "full":
         pytest.skip("full has no budget")
     policy = small(name, sinks=4, recent=6)
-    _refused(OptionError, ["budget=9", "sinks=4", "recent=6", "10 tokens", "raise budget"], tiny(), policy, budget=9)
+    _assert_refused(
+        OptionError, ["budget=9", "sinks=4", "recent=6", "10 tokens", "raise budget"], tiny(), policy, budget=9
+    )
     EvictingCache(tiny(), policy, budget=10)
 
 
 def test_the_advised_budget_is_accepted():
     for name in NAMES:
-        EvictingCache(tiny(), small(name, sinks=4, recent=6), budget=10)
+        cache = EvictingCache(tiny(), small(name, sinks=4, recent=6), budget=10)
+        assert cache.budget == 10
 
 
 @pytest.mark.parametrize("budget", [3, 4])
 def test_a_pyramids_smallest_layer_must_hold_its_protections(budget):
     policy = small("pyramidkv", sinks=1)  # one sink and three recent tokens in every layer
     if budget == 3:
-        _refused(OptionError, ["budget=3", "sinks=1", "recent=3"], tiny(), policy, budget=budget)
+        _assert_refused(OptionError, ["budget=3", "sinks=1", "recent=3"], tiny(), policy, budget=budget)
     cache = EvictingCache(tiny(), policy, budget=max(4, budget))
     assert min(cache.policy.layer_budgets(4, 3)) >= 4
 
 
 def test_a_share_of_the_prompt_that_does_not_fit_is_refused():
-    _refused(
+    _assert_refused(
         OptionError, ["budget=9", "protect_prompt=1.0", "raise budget"], tiny(), TOVA(protect_prompt=1.0, recent=1),
         budget=9,
     )  # fmt: skip  # one call
@@ -261,7 +264,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
 def test_unsupported_models_are_refused_by_name(kind, name):
     make, words = UNSUPPORTED[kind]
-    _refused(UnsupportedModelError, [*words, "use transformers' own cache"], make(), name, budget=BUDGET)
+    _assert_refused(UnsupportedModelError, [*words, "use transformers' own cache"], make(), name, budget=BUDGET)
 
 
 @every_policy
@@ -269,12 +272,12 @@ def test_flex_attention_is_refused_with_what_to_do(name):
     model = tiny()
     model.config._attn_implementation = "flex_attention"
     words = ["flex_attention", "set_attn_implementation('sdpa')"]
-    _refused(UnsupportedModelError, words, model, small(name), budget=BUDGET)
+    _assert_refused(UnsupportedModelError, words, model, small(name), budget=BUDGET)
 
 
 @pytest.mark.parametrize("given", [None, "meta-llama/Llama-3", 3, torch.nn.Linear(2, 2)])
 def test_what_is_no_model_is_refused(given):
-    _refused(UnsupportedModelError, [type(given).__name__], given, "h2o")
+    _assert_refused(UnsupportedModelError, [type(given).__name__], given, "h2o")
 
 
 def test_errors_are_also_the_builtins_that_a_caller_expects():
