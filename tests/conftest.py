@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(
+        1
+    )  # workers share the cores; threads that wait for each other made the suite ten times slower
 
 
 @pytest.fixture(autouse=True)

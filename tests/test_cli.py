@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvevict
-from kvevict import cli
 from kvevict import text as text_module
 from kvevict.cli import main
 from kvevict.policies import POLICIES
@@ -136,9 +136,9 @@ def test_an_interrupt_exits_with_130(arguments, capsys, monkeypatch):
 
 
 def test_a_missing_package_is_named(arguments, capsys, monkeypatch):
-    find = cli.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
     assert main(arguments) == 2
     assert "pip install matplotlib" in capsys.readouterr().err

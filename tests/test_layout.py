@@ -26,11 +26,12 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"models", "plots", "testing"},
     {"text", "evaluation"},
     {"compare"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "cli"}
+MEASURING = {"compare", "evaluation", "models", "text", "plots", "commands"}
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 

@@ -1,0 +1,9 @@
+"""The commands of ``kvevict``, one file each: ``add`` declares its options, and imports nothing heavy.
+
+A new command is one file and one name in ``COMMANDS``.
+"""
+
+from __future__ import annotations
+
+COMMANDS = ("policies", "compare")
+"""Modules of this package, in the order of ``kvevict --help``."""
