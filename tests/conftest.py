@@ -11,9 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(
-        1
-    )  # workers share the cores; threads that wait for each other made the suite ten times slower
+    torch.set_num_threads(1)  # workers share the cores: threads that wait for one another cost more than they bring
 
 
 @pytest.fixture(autouse=True)
