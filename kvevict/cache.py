@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable
 from types import TracebackType
@@ -136,6 +137,15 @@ class EvictingCache(Cache):
             f"{len(held)} of {len(self.layers)} layers, {human_bytes(self.nbytes)} held)"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.deepcopy(value, memo))
+        if self._attachment is not None:
+            self._attachment.users.add(copied)  # leaving a `with` of the original must not detach the copy
+        return copied
+
     def __enter__(self) -> EvictingCache:
         return self
 
@@ -160,7 +170,7 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
-            self.check_forward(host.calling_module(2))
+            self.check_forward(host.calling_module(2), key_states.shape[2])
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
         ticket = observe.Ticket(self, layer)
@@ -170,12 +180,18 @@ class EvictingCache(Cache):
             return observe.tag(keys, ticket), values
         return observe.Probe.of(keys, ticket), values
 
-    def check_forward(self, module: torch.nn.Module | None) -> None:
-        """Once per forward: raises if ``module``, its attention or the layers are not as this cache needs them."""
+    def check_forward(self, module: torch.nn.Module | None, tokens: int) -> None:
+        """Once per forward of ``tokens`` tokens, before the first evicting layer stores them.
+
+        Raises if ``module``, its attention or the layers are not as this cache needs them.
+        """
         self.check_module(module)
         # transformers' layers below the first of ours have this forward's tokens already
-        layers = [layer for layer in self.layers[self._evicting[0] :] if isinstance(layer, CacheLayerMixin)]
-        seen = [layer.get_seq_length() for layer in layers]
+        seen = [
+            layer.get_seq_length() - (tokens if index < self._evicting[0] else 0)
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, CacheLayerMixin)
+        ]
         if min(seen) != max(seen):
             raise ObservationError(
                 f"the previous forward ended halfway: its layers have seen {min(seen)} to {max(seen)} tokens. Call "
@@ -190,12 +206,10 @@ class EvictingCache(Cache):
                 f"the model's attention implementation was {self._base!r} when this cache was built and is {now!r} "
                 "now: set it back, or build a new EvictingCache"
             )
-        if self._attachment is not None:
-            if not self._attachment.active:
-                raise ObservationError(
-                    "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
-                )
-            self._attachment.users.add(self)  # a deep copy joins when it is first used
+        if self._attachment is not None and not self._attachment.active:
+            raise ObservationError(
+                "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
+            )
 
     def settle(self, layer: EvictingLayer) -> None:
         """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""

@@ -99,6 +99,12 @@ class Spec:
         return type(self.policy).layer_budgets is Policy.layer_budgets
 
     @property
+    def irregular(self) -> bool:
+        """Whether a longer row's budget may be the smaller one."""
+        policy = self.policy
+        return policy.evicts and not self.uniform and (policy.prompt_sets_budgets or not isinstance(self.budget, int))
+
+    @property
     def varies(self) -> bool:
         """Whether rows of different length have different budgets."""
         return self.policy.evicts and not (self.uniform and isinstance(self.budget, int))
@@ -193,7 +199,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def bound(self) -> int:
         """Tokens per KV head that may stay now: the largest over rows."""
-        if self.row_seen is not None and self.spec.policy.prompt_sets_budgets:
+        if self.row_seen is not None and self.spec.irregular:
             return int(self._row_budgets().max())
         prompt = self.seen if self.prompt is None else self.prompt
         longest = self.spec.tokens(self.index, self.seen, prompt)
@@ -366,7 +372,12 @@ class EvictingLayer(CacheLayerMixin):
     def _capacity(self, needed: int) -> int:
         """Doubles up to the one slot over budget that a decode step needs; a prompt gets just what it needs."""
         assert self.positions is not None
-        return max(needed, min(2 * self.positions.shape[2], self.bound() + 1))
+        return max(needed, min(2 * self.positions.shape[2], self._room()))
+
+    def _room(self) -> int:
+        """Slots for a budget and one new token; a share of the tokens seen grows on, so it gets an eighth more."""
+        bound = self.bound()
+        return bound + 1 + (0 if isinstance(self.spec.budget, int) else bound // 8)
 
     def _grow_storage(self, keys: Tensor, values: Tensor) -> None:
         assert self.keys is not None and self.values is not None and self.positions is not None
@@ -616,7 +627,7 @@ class EvictingLayer(CacheLayerMixin):
         self.check_scores(scores)
         protection = self.protection(held)
         if protection is not None and self.spec.policy.protect_prompt is not None:
-            self._check_room(protection)
+            self._check_room(held, protection)
         surplus = self.surplus()
         self.ordered = False
         if surplus == 1 and not self.uneven:
@@ -634,10 +645,13 @@ class EvictingLayer(CacheLayerMixin):
         elif surplus:
             self.free = order[:, :, :1]
 
-    def _check_room(self, protection: Tensor) -> None:
-        """A protected prompt that outgrew the budget is the user's error, never a silent eviction."""
-        if self.fresh > 1 and bool((protection.sum(-1) > self.bound()).any()):
-            budget = self.bound()
+    def _check_room(self, held: Held, protection: Tensor) -> None:
+        """A protected prompt that outgrew its row's budget is the user's error, never a silent eviction."""
+        if self.fresh == 1:
+            return  # the prompt is over, and was looked at when it came
+        over = protection.sum(-1, keepdim=True) > held.budget
+        if bool(over.any()):
+            budget = held.budget if isinstance(held.budget, int) else int(held.budget[over.any(1, keepdim=True)].min())
             if self.slots == self.fresh:
                 self._clear()  # nothing was held before: leave it so
             self._room_error(budget, "this prompt")
@@ -650,7 +664,7 @@ class EvictingLayer(CacheLayerMixin):
         last = torch.iinfo(positions.dtype).max
         oldest = positions.masked_fill(positions < 0, last).argsort(dim=-1, stable=True)
         kept, positions = kept.gather(2, oldest), positions.gather(2, oldest)
-        capacity = max(keep, self.bound() + 1)
+        capacity = max(keep, self._room())
         self.positions = _resized(positions, keep, capacity, -1)
         self.keys = _resized(_gathered(self.keys, kept), keep, capacity)
         self.values = _resized(_gathered(self.values, kept), keep, capacity)

@@ -25,9 +25,13 @@ def own_columns(mask: Tensor, queries: int) -> Tensor:
     return visible(shown).any(1)
 
 
+HIDDEN = -5000.0
+"""Added to a logit, this or less hides a token: exp(-5000) is 0 in every type. People write -1e4, -1e9 and -inf."""
+
+
 def visible(mask: Tensor) -> Tensor:
     """A bool mask from a bool or an additive float one."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def causal(positions: Tensor, queries: Tensor) -> Tensor:

@@ -95,10 +95,7 @@ class Probe(torch.Tensor):
             if func is F.scaled_dot_product_attention:
                 return cls._sdpa(ticket, *args, **kwargs)
             if func in _ADDITIONS:
-                heads = probe.shape[1]
-                args = tuple(
-                    ticket.exact_mask(a, heads) if isinstance(a, Tensor) and a is not probe else a for a in args
-                )
+                args = tuple(cls._added(ticket, a, probe) if isinstance(a, Tensor) else a for a in args)
                 result = func(*args, **kwargs)
                 ticket.finish()
                 return result
@@ -106,6 +103,14 @@ class Probe(torch.Tensor):
         if func in _SAME_SCORES and isinstance(result, Tensor):
             return cls.of(result, ticket)
         return result
+
+    @staticmethod
+    def _added(ticket: Ticket, operand: Tensor, probe: Probe) -> Tensor | None:
+        """What eager attention adds: the probe's logits as they are, and the mask made exact."""
+        if operand is probe:
+            return probe
+        exact = ticket.exact_mask(operand, probe.shape[1])
+        return None if exact is None else masks.additive(exact, probe.dtype)
 
     @staticmethod
     def _sdpa(ticket: Ticket, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any,
@@ -219,6 +224,9 @@ def _config_view(config: PreTrainedConfig, base: str, name: str) -> PreTrainedCo
         current: str | None = self._attn_implementation_internal
         return name if current == base else current
 
+    def equal(self: PreTrainedConfig, other: object) -> bool:
+        return getattr(other, "__dict__", None) is config.__dict__ or bool(config == other)
+
     view_type = type(
         kind.__name__,
         (kind,),
@@ -227,6 +235,8 @@ def _config_view(config: PreTrainedConfig, base: str, name: str) -> PreTrainedCo
             "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),  # transformers makes new ones to compare
             "__deepcopy__": lambda self, memo: copy.deepcopy(config, memo),
             "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((config,),)),
+            "__eq__": equal,
+            "__hash__": kind.__hash__,
             "__module__": kind.__module__,
         },
     )
@@ -329,13 +339,13 @@ def _before_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache, layer = found
     hidden = args[0] if args else kwargs["hidden_states"]
     if layer.index == 0:
-        cache.check_forward(module)
+        cache.check_forward(module, hidden.shape[1])
     layer.check(hidden.shape[0], hidden.shape[1])
     layer.hooked = True
-    if not layer.slots:
-        return None  # everything is new: transformers' mask is exact
-    layer.reserve(hidden.shape[1])
-    mask = layer.exact_mask(kwargs.get("attention_mask"), cache.heads)
+    mask = kwargs.get("attention_mask")
+    if layer.slots:  # otherwise everything is new, and transformers' mask is exact
+        layer.reserve(hidden.shape[1])
+        mask = layer.exact_mask(mask, cache.heads)
     if mask is not None:
         mask = masks.additive(mask, hidden.dtype)
     return args, {**kwargs, "attention_mask": mask}

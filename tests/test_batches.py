@@ -40,24 +40,28 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 
 
 def _assert_rows_are_alone(policy, budget, implementation, lengths=LENGTHS, sizes=BLOCKS) -> None:
-    """A ragged batch against each of its rows alone: logits, kept tokens, and the policy's columns."""
-    total, prompt = sum(sizes), max(lengths)
-    ids, mask = text(len(lengths), total), ragged_mask(total, lengths)
+    """A left-padded batch against each of its rows alone."""
+    _assert_masked_rows_are_alone(policy, budget, implementation, ragged_mask(sum(sizes), lengths), sizes)
+
+
+def _assert_masked_rows_are_alone(policy, budget, implementation, mask, sizes) -> None:
+    """Pads anywhere: each row against its real tokens fed alone, in logits, kept tokens and the policy's columns."""
+    ids = text(len(mask), sum(sizes))
     model = tiny(implementation)
     together = EvictingCache(model, policy, budget=budget)
-    alone = [EvictingCache(model, policy, budget=budget) for _ in lengths]
+    alone = [EvictingCache(model, policy, budget=budget) for _ in mask]
     done = 0
     for block in blocks_of(ids, sizes):
         start, done = done, done + block.shape[1]
         logits = forward(model, together, block, mask[:, :done], positions=True)
-        for row, length in enumerate(lengths):
-            pads = prompt - length
-            first = max(start, pads)  # the row's first real token of this block
-            if first >= done:
-                continue
-            own = forward(model, alone[row], ids[row : row + 1, first:done], positions=True)
-            assert (logits[row, first - start :] - own[0]).abs().max() < NOISE
+        for row, own_mask in enumerate(mask[:, start:done].bool()):
+            if own_mask.any():
+                own = forward(model, alone[row], block[row : row + 1, own_mask], positions=True)
+                assert (logits[row, own_mask] - own[0]).abs().max() < NOISE
             for layer, (positions, expected) in enumerate(zip(kept(together), kept(alone[row]), strict=True)):
+                if not expected.numel():  # nothing but pads so far
+                    assert (positions[row] == -1).all()
+                    continue
                 width = expected.shape[-1]
                 assert torch.equal(positions[row, :, :width], expected[0])
                 assert (positions[row, :, width:] == -1).all()
@@ -114,21 +118,26 @@ def test_padding_may_reach_over_several_chunks_of_the_prompt(name, implementatio
 
 @every_policy
 @every_implementation
-def test_pads_inside_a_row_are_never_kept(name, implementation):
-    """A second turn whose shorter row is filled up on the right: its pads are no tokens of the row."""
-    model = tiny(implementation)
-    ids, sizes = text(2, 20), [12, 1, 5, 1, 1]
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, 15:18] = 0  # the turn of five has two real tokens in this row
-    cache, own = (EvictingCache(model, small(name), budget=BUDGET) for _ in range(2))
-    logits = loop(model, cache, blocks_of(ids, sizes), mask, positions=True)
-    real = ids[1:, mask[1].bool()]
-    alone = loop(model, own, blocks_of(real, [12, 1, 2, 1, 1]), positions=True)
-    assert (logits[2][1, :2] - alone[2][0]).abs().max() < NOISE
-    for step in (3, 4):
-        assert (logits[step][1] - alone[step][0]).abs().max() < NOISE
-    for positions, expected in zip(kept(cache), kept(own), strict=True):
-        assert torch.equal(positions[1, :, : expected.shape[-1]], expected[0])
+@pytest.mark.parametrize("seed", range(3))
+def test_pads_anywhere_are_never_kept_scored_or_attended(name, implementation, seed):
+    """Left and right padding, rows that pause for whole forwards, pads between tokens."""
+    sizes = [8, 4, 1, 1, 6, 1, 1, 5, 1, 1, 1, 1]
+    mask = (torch.rand(4, sum(sizes), generator=torch.Generator().manual_seed(seed)) < 0.6).long()
+    mask[0] = 1
+    mask[1, 12:22] = 0
+    mask[2, :9] = 0
+    mask[3, -5:] = 0
+    _assert_masked_rows_are_alone(small(name), BUDGET, implementation, mask, sizes)
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 0.4])
+@every_implementation
+def test_a_paused_row_of_a_pyramid_keeps_what_it_held(budget, implementation):
+    """While one row goes on, the other, shorter than an average budget, must lose nothing in any layer."""
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 8:24] = 0
+    policy = PyramidKV(window=2, kernel=1)
+    _assert_masked_rows_are_alone(policy, budget, implementation, mask, [8, *([1] * 12), 4, *([1] * 6)])
 
 
 @pytest.mark.parametrize("rounding", ["exact", "authors"])
@@ -142,12 +151,14 @@ def test_a_padded_pyramid_gives_each_row_the_budgets_of_the_row_alone(rounding, 
 def test_generated_rows_equal_the_rows_generated_alone(name, implementation):
     model = tiny(implementation)
     ids, mask = batch(True, PROMPT)
+    ids = ids * mask  # every token once, as in text(): neither prompt nor pads may be generated again
+    once = {"no_repeat_ngram_size": 1, "suppress_tokens": [0]}
     cache = EvictingCache(model, small(name), budget=BUDGET)
-    together = generate(model, ids, cache, mask)
+    together = generate(model, ids, cache, mask, **once)
     for row, length in enumerate(LENGTHS):
         own = EvictingCache(model, small(name), budget=BUDGET)
         prompt = ids[row : row + 1, PROMPT - length :]
-        alone = generate(model, prompt, own, torch.ones_like(prompt))
+        alone = generate(model, prompt, own, torch.ones_like(prompt), **once)
         assert torch.equal(together.sequences[row, PROMPT:], alone.sequences[0, length:])
         for one, other in zip(together.logits, alone.logits, strict=True):
             assert (one[row] - other[0]).abs().max() < NOISE
@@ -155,25 +166,27 @@ def test_generated_rows_equal_the_rows_generated_alone(name, implementation):
             assert torch.equal(positions[row, :, : expected.shape[-1]], expected[0])
 
 
-def test_a_four_dimensional_mask_hides_what_a_two_dimensional_one_hides():
+@every_implementation
+@pytest.mark.parametrize("name", ["h2o", "random"])
+@pytest.mark.parametrize("hidden", [False, -1e4, -1e9, -3e38])
+def test_a_four_dimensional_mask_hides_what_a_two_dimensional_one_hides(name, implementation, hidden):
     ids, mask = batch(True)
-    model = tiny()
-    expected = EvictingCache(model, "h2o", budget=BUDGET)
+    model = tiny(implementation)
+    expected = EvictingCache(model, name, budget=BUDGET)
     logits = loop(model, expected, blocks_of(ids), mask, positions=True)
-    for wide in (torch.bool, torch.float32):
-        cache = EvictingCache(model, "h2o", budget=BUDGET)
-        done = 0
-        for index, block in enumerate(blocks_of(ids)):
-            start, done = done, done + block.shape[1]
-            shown = torch.ones(block.shape[1], done, dtype=torch.bool).tril(start) & mask[:, None, None, :done].bool()
-            four = shown if wide == torch.bool else torch.zeros(shown.shape).masked_fill(~shown, -1e38 * 3)
-            positions = (mask[:, :done].cumsum(1) - 1).clamp_min(0)[:, -block.shape[1] :]
-            with torch.no_grad():
-                named = {host.cache_argument(model): cache}
-                got = model(block, attention_mask=four, position_ids=positions, **named).logits
-            real = mask[:, start:done].bool()
-            assert (got - logits[index])[real].abs().max() < NOISE
-        assert all(torch.equal(one, other) for one, other in zip(kept(cache), kept(expected), strict=True))
+    cache = EvictingCache(model, name, budget=BUDGET)
+    done = 0
+    for index, block in enumerate(blocks_of(ids)):
+        start, done = done, done + block.shape[1]
+        shown = torch.ones(block.shape[1], done, dtype=torch.bool).tril(start) & mask[:, None, None, :done].bool()
+        four = shown if hidden is False else torch.zeros(shown.shape).masked_fill(~shown, hidden)
+        positions = (mask[:, :done].cumsum(1) - 1).clamp_min(0)[:, -block.shape[1] :]
+        with torch.no_grad():
+            named = {host.cache_argument(model): cache}
+            got = model(block, attention_mask=four, position_ids=positions, **named).logits
+        real = mask[:, start:done].bool()
+        assert (got - logits[index])[real].abs().max() < NOISE
+    assert all(torch.equal(one, other) for one, other in zip(kept(cache), kept(expected), strict=True))
 
 
 # -- moving rows ---------------------------------------------------------------------------------------------------
