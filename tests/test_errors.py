@@ -39,8 +39,10 @@ from transformers import (
     BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    Gemma3TextConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -160,6 +162,52 @@ def test_a_share_of_the_prompt_that_does_not_fit_is_refused():
         OptionError, ["budget=9", "protect_prompt=1.0", "raise budget"], tiny(), TOVA(protect_prompt=1.0, recent=1),
         budget=9,
     )  # fmt: skip  # one call
+
+
+def test_a_share_of_the_tokens_seen_cannot_protect_a_whole_prompt():
+    _assert_refused(
+        OptionError, ["budget=0.5", "protect_prompt='whole'", "protect_prompt=0.5"], tiny(), "tova", budget=0.5,
+        protect_prompt="whole",
+    )  # fmt: skip  # one call
+    EvictingCache(tiny(), "tova", budget=0.5, protect_prompt=0.5)  # the advice works
+
+
+def test_protections_that_outgrow_every_share_are_refused():
+    """H2O protects half of the budget by default: with more than the other half, none is large enough."""
+    _assert_refused(
+        OptionError, ["protect_prompt=0.7", "lower one"], tiny(), "h2o", budget=0.5, protect_prompt=0.7
+    )  # fmt: skip  # one call
+
+
+@pytest.mark.parametrize("options", [{"sinks": 3, "recent": 2}, {"sinks": 2, "recent": 1, "protect_prompt": 0.5},
+                                     {"sinks": 5, "protect_prompt": 0.4}])  # fmt: skip  # one list
+@every_policy
+@every_implementation
+@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+def test_a_small_share_still_holds_its_protections(name, options, implementation, padded):
+    model, policy = tiny(implementation), small(name, **options)
+    cache = EvictingCache(model, policy, budget=0.1)
+    ids, mask = batch(padded)
+    done = 0
+    for block in blocks_of(ids):
+        done += block.shape[1]
+        forward(model, cache, block, None if mask is None else mask[:, :done], positions=True)
+        for positions in kept(cache):
+            for row, length in enumerate((20, 13, 5)[: len(ids)]):
+                seen = done - PROMPT + length
+                recent = int(policy.recent_for(policy.least()))
+                protected = set(range(min(policy.sinks, seen))) | set(range(max(0, seen - recent), seen))
+                assert all(protected <= set(head) for head in positions[row].tolist())
+
+
+def test_the_authors_rounding_never_gives_a_layer_less_than_its_protections():
+    policy = small("pyramidkv", rounding="authors", sinks=4)
+    model = tiny(num_hidden_layers=6)
+    cache = EvictingCache(model, policy, budget=7)
+    assert min(policy.layer_budgets(7, 6, 40)) < policy.least() == 7
+    assert min(cache.spec.tokens(layer, 41, 40) for layer in range(6)) == 7
+    loop(model, cache, blocks_of(text(length=60), [40, *([1] * 20)]))
+    assert all({0, 1, 2, 3, 57, 58, 59} <= set(head) for p in kept(cache) for head in p[0].tolist())
 
 
 @pytest.mark.parametrize("option", ["sinks", "recent"])
@@ -447,6 +495,31 @@ def test_a_forward_that_was_interrupted_is_noticed_by_the_next_one(name, impleme
     assert all(torch.equal(*pair) for pair in zip(loop(model, cache, blocks), expected, strict=True))
 
 
+@every_implementation
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
+def test_an_interrupt_in_a_sliding_layer_below_is_noticed(name, implementation):
+    """The first layer is transformers' own and took the tokens; ours never saw them."""
+    kinds = ["sliding_attention", "full_attention"]
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+             "num_key_value_heads": 2, "vocab_size": VOCABULARY, "head_dim": 16}  # fmt: skip  # one shape
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=kinds, sliding_window=5)).eval()
+    model.set_attn_implementation(implementation)
+    cache = EvictingCache(model, name, budget=BUDGET)
+    loop(model, cache, blocks_of(text(length=22), [20, 1, 1]))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, cache, text(length=3))
+    handle.remove()
+    with pytest.raises(ObservationError, match="ended halfway"):
+        forward(model, cache, text(length=3))
+    cache.reset()
+    forward(model, cache, text(length=3))
+
+
 def test_a_layer_that_the_model_does_not_have_is_an_error():
     cache = EvictingCache(tiny(), "h2o", budget=BUDGET)
     with pytest.raises(WrongModelError, match="layer 3 was updated in a cache built for 3 layers"):
@@ -505,11 +578,13 @@ class Broken(Policy):
             "none": lambda: None,
             "list": lambda: held.positions.tolist(),
             "number": lambda: 1.0,
+            "bools": lambda: held.positions > 3,
+            "complex": lambda: torch.zeros(held.positions.shape, dtype=torch.complex64),
         }[self.how]()
 
 
 @pytest.mark.parametrize("how", ["nan", "one nan", "too long", "too short", "query heads", "rows", "flat",
-                                 "two dimensions", "none", "list", "number"])  # fmt: skip  # one list
+                                 "two dimensions", "none", "list", "number", "bools", "complex"])  # fmt: skip  # a list
 @every_implementation
 @pytest.mark.parametrize("observing", [False, True], ids=["free", "observing"])
 @pytest.mark.parametrize("sizes", [[20], [8, 1, 1]], ids=["prompt", "decoding"])
@@ -522,6 +597,18 @@ def test_a_broken_policy_is_named_at_the_first_eviction(how, implementation, obs
         forward(model, cache, blocks[-1])
     assert "layer 0" in str(caught.value)
     assert ("NaN" if "nan" in how else "score() must return") in str(caught.value)
+
+
+@pytest.mark.parametrize("budgets", [[9, 9], [9, 0, 9], [9.0, 9.0, 9.0], [True, 9, 9]])
+def test_layer_budgets_that_cannot_be_are_named_before_anything_is_built(budgets):
+    @dataclass(frozen=True, kw_only=True)
+    class Uneven(H2O):
+        name: ClassVar[str] = "uneven"
+
+        def layer_budgets(self, budget: int, layers: int, prompt: int | None = None) -> list[int]:
+            return budgets
+
+    _assert_refused(PolicyError, ["uneven", "layer_budgets() must return 3 ints", str(budgets)], tiny(), Uneven())
 
 
 def test_a_score_of_another_shape_is_told_what_it_should_be():

@@ -249,3 +249,17 @@ def test_resetting_frees_everything():
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in _reachable(cache.layers, set())]
     cache.reset()
     assert all(reference.expired() for reference in storages)
+
+
+def test_a_growing_share_does_not_move_the_cache_every_other_step():
+    model = tiny()
+    cache = EvictingCache(model, "random", budget=0.5)
+    forward(model, cache, text(length=100))
+    places = set()
+    for token in text(length=96).split(1, 1):
+        forward(model, cache, token)
+        places.add(cache.layers[0].keys.untyped_storage().data_ptr())
+    assert cache.stored == [98] * 3
+    assert len(places) < 16
+    slots = cache.layers[0].keys.shape[2]
+    assert slots <= 98 * 9 // 8 + 1

@@ -143,6 +143,22 @@ def test_the_last_cache_to_leave_takes_the_installation_along(implementation):
 
 
 @every_implementation
+def test_a_copy_made_inside_the_with_block_works_after_it(implementation):
+    model = tiny(implementation)
+    blocks = blocks_of(text())
+    expected = loop(model, EvictingCache(model, "h2o", budget=BUDGET), blocks)
+    detach(model)
+    before = snapshot(model)
+    with EvictingCache(model, "h2o", budget=BUDGET) as cache:
+        loop(model, cache, blocks[:4])
+        copied = copy.deepcopy(cache)
+    got = loop(model, copied, blocks[4:])
+    assert all(torch.equal(one, other) for one, other in zip(got, expected[4:], strict=True))
+    detach(model)
+    assert snapshot(model) == before
+
+
+@every_implementation
 def test_a_detached_cache_raises_at_the_next_update(implementation):
     model = tiny(implementation)
     cache = EvictingCache(model, "h2o", budget=BUDGET)
@@ -204,6 +220,15 @@ def test_another_model_with_the_same_config_object_is_untouched(implementation):
     assert all(torch.equal(one, two) for one, two in zip(expected, loop(other, plain(other), blocks), strict=True))
     detach(model)
     assert snapshot(other) == before
+
+
+def test_a_prepared_models_modules_still_have_the_models_config():
+    model = tiny()
+    EvictingCache(model, "h2o", budget=BUDGET)
+    view = model.model.layers[0].self_attn.config
+    assert view is not model.config  # prepared
+    assert view == model.config and model.config == view and view == copy.deepcopy(model.config)
+    assert view != tiny(num_hidden_layers=2).config
 
 
 @every_implementation

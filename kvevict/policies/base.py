@@ -14,6 +14,7 @@ declared, in place; the layer moves them together with the keys.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -190,15 +191,11 @@ class Policy(ABC):
         return 0 if self.recent is None else self.recent
 
     def least(self) -> int:
-        """The smallest budget that can hold the protected tokens, a whole prompt left aside."""
-        whole = self.protect_prompt == "whole"
-        ample = 2 * (self.sinks + (self.recent or 0)) + 2
-        fits = (
-            budget
-            for budget in range(1, 100 * ample)
-            if (self.sinks + int(self.recent_for(budget)) if whole else self.protected_tokens(budget, 0)) <= budget
-        )
-        return next(fits, 100 * ample)
+        """The smallest budget from which on the protected tokens fit, a whole prompt left aside."""
+        try:
+            return _least(self)
+        except TypeError:  # an option of a user's policy that cannot be hashed
+            return _least.__wrapped__(self)
 
     def prompt_ends(self, budget: int | Tensor, prompt: int | Tensor) -> tuple[int | Tensor, int | Tensor] | None:
         """How many tokens of the prompt's start, and of its end, ``protect_prompt`` keeps; the odd one at the end."""
@@ -249,3 +246,18 @@ def check_option(policy: Policy, option: str, ok: bool, expected: str) -> None:
     if not ok:
         value = getattr(policy, option)
         raise OptionError(f"{type(policy).__name__}({option}={value!r}): expected {expected}")
+
+
+@functools.lru_cache(maxsize=64)
+def _least(policy: Policy) -> int:
+    whole = policy.protect_prompt == "whole"
+    limit = 100 * (2 * (policy.sinks + (policy.recent or 0)) + 2)
+
+    def fits(budget: int) -> bool:
+        protected = policy.sinks + int(policy.recent_for(budget)) if whole else policy.protected_tokens(budget, 0)
+        return protected <= budget
+
+    if policy.protect_prompt is None or whole:
+        return next(filter(fits, range(1, limit)), limit)
+    # shares of a budget round, so that a larger budget may fit less well than a smaller one
+    return 1 + next((budget for budget in range(limit, 0, -1) if not fits(budget)), 0)

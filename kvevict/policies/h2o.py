@@ -54,11 +54,6 @@ class H2O(Policy):
     def recent_for(self, budget: int | Tensor) -> int | Tensor:
         return budget // 2 if self.recent is None else self.recent
 
-    def least(self) -> int:
-        if self.recent is None:
-            return max(1, 2 * self.sinks - 1)  # the smallest b with sinks + b // 2 <= b
-        return super().least()
-
     def observe(self, held: Held, rows: Rows) -> None:
         held["score"].add_(reduce_group(rows.weights, self.group).sum(2))  # (B, H, L)
 

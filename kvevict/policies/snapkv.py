@@ -76,9 +76,6 @@ class SnapKV(Policy):
     def recent_for(self, budget: int | Tensor) -> int | Tensor:
         return self.window if self.recent is None else self.recent
 
-    def least(self) -> int:
-        return max(1, self.sinks + (self.window if self.recent is None else self.recent))
-
     def observe(self, held: Held, rows: Rows) -> None:
         generating = isinstance(held.seen, int) and isinstance(held.prompt, int) and held.seen > held.prompt
         if self.scores == "prompt" and generating and rows.positions.shape[1] == 1:
