@@ -372,11 +372,11 @@ def test_what_is_held_after_each_forward(name, implementation, padded, budget, s
                     assert held == live + [-1] * (len(held) - len(live))  # -1 only at the end
                     assert live == sorted(set(live))
                     old = before[index][row][head]
-                    full = min(len(old) + seen - arrived[row], most)
-                    if name == "scissorhands":  # drops half of its budget at once
-                        assert min(full, most // 2) <= len(live) <= full
-                    else:
-                        assert len(live) == full
+                    many = len(old) + seen - arrived[row]
+                    if many > most:  # Scissorhands drops half of its budget at once, others no more than they must
+                        protected = policy.protected_tokens(most, PROMPT + missing)
+                        many = min(most, max(many - int(policy.at_once(most)), protected))
+                    assert len(live) == many
                     assert set(live) <= old | set(range(arrived[row], seen))  # the evicted never come back
                     assert set(range(min(policy.sinks, seen))) <= set(live)
                     before[index][row][head] = set(live)

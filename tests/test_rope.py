@@ -67,8 +67,8 @@ def _model(rope: str, implementation: str = "sdpa", **options: Any) -> Any:
 class _Unrotated:
     """The paper's cache for one row: keys are kept as projected, and rotated at every forward to their place in it."""
 
-    def __init__(self, model: Any, budget: int) -> None:
-        self.model, self.budget = model.model, budget
+    def __init__(self, model: Any, budget: int, front: int = SINKS) -> None:
+        self.model, self.budget, self.front = model.model, budget, front
         self.head = model.lm_head
         self.seen = 0
         self.held = [[] for _ in self.model.layers]  # per layer: (position, key (H, D), value (H, D))
@@ -96,8 +96,8 @@ class _Unrotated:
             mixed = weights @ value.repeat_interleave(HEADS // KV_HEADS, 0)
             hidden = hidden + attention.o_proj(mixed.transpose(0, 1).reshape(queries, -1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            sinks, rest = held[:SINKS], held[SINKS:]
-            held[:] = sinks + rest[max(0, len(rest) - (self.budget - SINKS)) :]
+            front, rest = held[: self.front], held[self.front :]
+            held[:] = front + rest[max(0, len(rest) - (self.budget - self.front)) :]
         self.seen += queries
         return self.head(self.model.norm(hidden))[None]
 
@@ -117,6 +117,17 @@ def test_keys_stand_where_the_paper_puts_them(rope, implementation):
         # rotating twice instead of once costs a rounding more
         assert (got - expected).abs().max() < 2 * NOISE
     assert [entry[0] for entry in reference.held[0]] == cache.kept_positions(0)[0, 0].tolist()
+
+
+@every_implementation
+def test_a_protected_prompt_stands_before_the_rest_as_the_sinks_do(implementation):
+    model = _model("default", implementation)
+    prompt = SIZES[0]
+    reference = _Unrotated(model, 2 * BUDGET, front=prompt)
+    cache = EvictingCache(model, "streaming_llm", budget=2 * BUDGET, positions="cache", protect_prompt="whole")
+    for block in blocks_of(text(length=sum(SIZES)), SIZES):
+        assert (forward(model, cache, block) - reference(block)).abs().max() < 2 * NOISE
+    assert cache.kept_positions(0)[0, 0, :prompt].tolist() == list(range(prompt))
 
 
 @every_exact_rope
