@@ -55,7 +55,7 @@ from transformers import (
 
 from kvevict import EvictingCache, Held, ObservationError, OptionError, host, testing
 from kvevict.layer import EvictingLayer
-from kvevict.policies import H2O, Policy, PyramidKV, Random
+from kvevict.policies import H2O, Policy, PyramidKV, Random, Scissorhands
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROOM = 64
@@ -385,6 +385,14 @@ def test_what_is_held_after_each_forward(name, implementation, padded, budget, s
             assert counted == positions.shape[-1]
             assert stored == counted if not padded else stored >= counted
     assert name == "full" or max(cache.stored) < done
+
+
+def test_a_slot_left_empty_does_not_count_among_those_that_stay():
+    """One slot is freed at the second forward and passed over by the third, which then drops a whole budget at once."""
+    model = tiny()
+    cache = EvictingCache(model, Scissorhands(recent=10, drop=1.0, window=12), budget=0.5)
+    loop(model, cache, blocks_of(text(length=41), [20, 1, 20]))
+    assert [positions[0, 0].tolist() for positions in kept(cache)] == [list(range(31, 41))] * LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
