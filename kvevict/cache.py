@@ -14,7 +14,13 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvevict import host, observe, selection
-from kvevict.errors import ObservationError, OptionError, UnsupportedModelError, WrongModelError
+from kvevict.errors import (
+    ObservationError,
+    OptionError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+    WrongModelError,
+)
 from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import make_policy
 from kvevict.policies.base import Policy
@@ -67,6 +73,7 @@ class EvictingCache(Cache):
             spec.rerotation = rerotation_for(model)
         for index, position in enumerate(evicting):
             layers[position] = EvictingLayer(spec, index)
+        self._others = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in evicting}
         super().__init__(layers=layers)
         self.spec = spec
         self.heads = int(config.num_attention_heads)
@@ -75,7 +82,9 @@ class EvictingCache(Cache):
         self._modules = {id(module) for module in host.attention_modules(model)}
         self._base = host.implementation(model)
         self.free = chosen.queries == 0 and not chosen.consensus and self._base in ("sdpa", "eager")
+        self._assisted = False  # generate() turned past recording on
         self._attachment = None if self.free else observe.attach(model, self)
+        spec.no_drafts = _no_drafts(spec, self.free, self._base)
 
     # -- what users ask --------------------------------------------------------------------------------------
 
@@ -138,6 +147,7 @@ class EvictingCache(Cache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
+        self._end_draft()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
@@ -186,6 +196,7 @@ class EvictingCache(Cache):
         Raises if ``module``, its attention or the layers are not as this cache needs them.
         """
         self.check_module(module)
+        self._end_draft()
         # transformers' layers below the first of ours have this forward's tokens already
         seen = [
             layer.get_seq_length() - (tokens if index < self._evicting[0] else 0)
@@ -211,6 +222,90 @@ class EvictingCache(Cache):
                 "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
             )
 
+    # -- drafts ----------------------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """From now on every forward is a draft until ``crop`` says how much of it stays: assisted decoding.
+
+        The tokens of a draft see what they would see one by one, and leave what they would leave. A forward that
+        follows without ``crop`` accepts the draft before it; ``reset`` ends the recording.
+
+        Raises UnsupportedOperationError if generate() calls it for a cache that holds tokens: transformers would
+        feed the whole text again.
+        """
+        prompt = host.assisted_prompt()
+        if prompt is not None and self.get_seq_length(self._evicting[0]):
+            raise UnsupportedOperationError(
+                "assisted decoding with a cache that already holds tokens: transformers feeds it the whole text a "
+                "second time. Give a new cache, or decode without assistant_model and prompt_lookup_num_tokens"
+            )
+        self._assisted = prompt is not None
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # transformers does not annotate it
+        for layer in self.evicting_layers:
+            layer.awaited = prompt
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest ``-tokens_to_remove`` tokens, then evicts; ``crop(0)`` accepts a draft whole.
+
+        Raises ValueError for a number above 0, as transformers' own caches do, and UnsupportedOperationError, before
+        anything changes, where the tokens did not come with a draft and something was evicted or observed since.
+        """
+        if tokens_to_remove > 0:
+            raise OptionError(
+                f"crop({tokens_to_remove}): give minus the number of tokens to remove, such as "
+                f"crop({-tokens_to_remove})"
+            )
+        for layer in self.evicting_layers:
+            layer.check_pending()
+            layer.check_crop(-tokens_to_remove)
+        for other in self.layers:
+            if not isinstance(other, EvictingLayer) and hasattr(other, "crop"):
+                other.crop(tokens_to_remove)
+        self._cut(-tokens_to_remove)
+
+    def _cut(self, tokens: int) -> None:
+        layers = [layer for layer in self.evicting_layers if layer.is_initialized]
+        for layer in layers:
+            layer.cut(tokens)
+        for layer in layers:
+            self.settle(layer)
+
+    def _end_draft(self) -> None:
+        """Accepts the newest forward if it is still a draft; stops recording once generate() is no longer there."""
+        if not self.evicting_layers[0].record_past:
+            return
+        if any(layer.draft is not None for layer in self.evicting_layers):
+            self._cut(0)
+        if self._assisted and host.assisted_prompt() is None:
+            self._assisted = False
+            recording: list[Any] = [layer for layer in self.layers if hasattr(layer, "record_past")]
+            for layer in recording:
+                if not isinstance(layer, EvictingLayer):
+                    layer.crop(0)  # back to its window
+                layer.record_past = False
+
+    def reset(self) -> None:
+        """Forgets everything, and frees the memory."""
+        for layer in self.evicting_layers:
+            layer.reset()
+        for index, unused in self._others.items():
+            self.layers[index] = copy.deepcopy(unused)  # before 5.20 or so, transformers' own reset keeps lengths
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was, in every layer and in all that the policy knows."""
+        self._end_draft()
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # any integer tensor will do
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times in a row."""
+        self._end_draft()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only these rows."""
+        self._end_draft()
+        super().batch_select_indices(indices)
+
     def settle(self, layer: EvictingLayer) -> None:
         """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""
         if not self.policy.consensus:
@@ -232,6 +327,20 @@ class EvictingCache(Cache):
                 "this cache was built for another model (or for another copy of this one): build an EvictingCache for "
                 "the model that uses it"
             )
+
+
+def _no_drafts(spec: Spec, free: bool, base: str) -> str | None:
+    """Why a draft that outgrows the budget cannot be verified token by token, or None."""
+    if spec.policy.consensus:
+        return "in this policy all layers decide together who goes"
+    if spec.rerotation is not None:
+        return "with positions='cache' every eviction moves the keys"
+    if not free and base == "eager":
+        return (
+            "eager attention shows its weights only when all is over (call model.set_attn_implementation('sdpa') "
+            "before building the cache)"
+        )
+    return None
 
 
 def check_budget(budget: int | float) -> int | float:

@@ -112,6 +112,19 @@ def parameters(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
+def assisted_prompt() -> int | None:
+    """How many columns the prompt has, if generate() is decoding with drafts somewhere above us; otherwise None.
+
+    Its first forward brings the prompt and the first draft together, and does not say where one ends.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_assisted_decoding" and isinstance(frame.f_locals.get("input_ids"), Tensor):
+            return int(frame.f_locals["input_ids"].shape[1])
+    return None
+
+
 def calling_module(depth: int) -> nn.Module | None:
     """The module whose forward called us, ``depth`` frames up; None where it cannot be told (compiled code).
 

@@ -12,6 +12,7 @@ ones are really freed.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvevict import masks, selection
+from kvevict import drafts, masks, selection
 from kvevict.errors import ObservationError, OptionError, PolicyError, UnsupportedOperationError, WrongModelError
 from kvevict.policies.base import Column, Held, Policy, Rows, at_least, share_of
 from kvevict.rope import Rerotation
@@ -53,6 +54,7 @@ class Spec:
     budget: int | float
     layers: int
     rerotation: Rerotation | None = None
+    no_drafts: str | None = None  # why drafts cannot be verified token by token
     _tokens: dict[tuple[int, int | None], list[int]] = field(default_factory=dict, repr=False)
 
     def average(self, seen: int) -> int:
@@ -128,7 +130,6 @@ class EvictingLayer(CacheLayerMixin):
     """
 
     is_compileable = False
-    is_croppable = False
     is_sliding = False
 
     def __init__(self, spec: Spec, index: int) -> None:
@@ -162,6 +163,9 @@ class EvictingLayer(CacheLayerMixin):
         self.pending = False
         self.bad: Tensor | None = None  # whether a score was NaN, not looked at yet
         self.hooked = False  # a hook on the attention module saw this forward coming
+        self.record_past = False  # forwards are drafts until `crop` accepts them
+        self.awaited: int | None = None  # columns of the prompt that comes together with the first draft
+        self.draft: drafts.Draft | None = None
 
     # -- what transformers asks ------------------------------------------------------------------------------
 
@@ -208,7 +212,7 @@ class EvictingLayer(CacheLayerMixin):
     @property
     def stored(self) -> int:
         """Most tokens that any row and head may hold now."""
-        return self.slots - (1 if self.free is not None else 0)
+        return self.slots - self.dead - (1 if self.free is not None else 0)
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer keeps alive."""
@@ -249,7 +253,12 @@ class EvictingLayer(CacheLayerMixin):
                 f"batch of {batch} rows given to a cache that holds {self.keys.shape[0]}: use a new cache, "
                 "cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
             )
-        self._check_whole_prompt(tokens)
+        if not self.record_past:
+            self._check_whole_prompt(tokens)
+            return
+        drafts.check(self, tokens)
+        if not self.seen:
+            self._check_whole_prompt(min(self.awaited or tokens, tokens))
 
     def check_pending(self) -> None:
         """Raises if the previous forward's attention never arrived, or its eviction failed."""
@@ -285,7 +294,9 @@ class EvictingLayer(CacheLayerMixin):
     def reserve(self, tokens: int) -> None:
         """Finds slots for the new tokens and books them as real; ``learn_padding`` corrects that."""
         assert self.positions is not None
-        if tokens == 1 and self.seen and self.prompt is None:
+        if self.record_past:
+            self._open_draft(tokens)
+        if (tokens == 1 or self.record_past) and self.seen and self.prompt is None:
             self.prompt = self.seen
             self.row_prompt = None if self.row_seen is None else self.row_seen.clone()
         device = self.positions.device
@@ -295,7 +306,7 @@ class EvictingLayer(CacheLayerMixin):
             self.arrived = self.row_seen[:, None] + torch.arange(tokens, device=device)
             self.row_seen = self.row_seen + tokens
         self.landed = None
-        if self.free is not None and tokens == 1:
+        if self.free is not None and tokens == 1 and not self.record_past:
             self.landed, self.free = self.free, None
         else:
             if self.free is not None:
@@ -459,6 +470,8 @@ class EvictingLayer(CacheLayerMixin):
             self.tokens = self.positions.clone()
             if self.prompt is not None:
                 self.row_prompt = torch.full_like(self.row_seen, self.prompt)
+                if self.draft is not None and self.draft.dense:  # the prompt and its pads came just now
+                    self.row_prompt = real[:, : self.prompt].sum(1).expand(batch).clone()
             self.arrived = self.arrived.expand(batch, -1)
         real = real.to(self.positions.device).expand(self.positions.shape[0], -1)
         before = self.row_seen - self.fresh
@@ -592,8 +605,10 @@ class EvictingLayer(CacheLayerMixin):
         if self.slots <= bound:
             return 0
         live = self.slots - self.dead
-        if self.uneven or self.spec.one_by_one or live <= bound:
+        if self.uneven or self.spec.one_by_one:
             return self.slots - bound
+        if live <= bound:
+            return max(self.slots - bound, self.dead)
         keep = live - int(self.spec.policy.at_once(bound))
         prompt = self.seen if self.prompt is None else self.prompt
         return self.slots - min(bound, max(keep, self.spec.policy.protected_tokens(bound, prompt)))
@@ -644,6 +659,7 @@ class EvictingLayer(CacheLayerMixin):
             self._compact(order[:, :, surplus:])
         elif surplus:
             self.free = order[:, :, :1]
+            self.dead = max(0, self.dead - 1)
 
     def _check_room(self, held: Held, protection: Tensor) -> None:
         """A protected prompt that outgrew its row's budget is the user's error, never a silent eviction."""
@@ -680,6 +696,108 @@ class EvictingLayer(CacheLayerMixin):
         self.gaps = self.row_seen is not None
         self.arrived = self.landed = None
 
+    # -- drafts ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a class attribute of transformers' own layers
+        """Whether the newest tokens can be taken back without a trace."""
+        return self.record_past or (self.ordered and not self.spec.policy.queries)
+
+    def activate_past_recording(self) -> None:
+        """From now on a forward is a draft: it evicts nothing until ``crop`` says how much of it stays."""
+        self.record_past = True
+
+    def _open_draft(self, tokens: int) -> None:
+        dense = 0 if self.seen else min(self.awaited or tokens, tokens)
+        before = (self.seen, self.row_seen, self.prompt, self.row_prompt, self.shortest)
+        live = self.slots
+        if self.free is not None:
+            self.gaps, self.free = True, None
+            self.dead += 1
+        self.draft = drafts.Draft(live, *before, tokens=tokens, dense=dense)
+        if not self.seen and self.awaited is not None:
+            self.prompt = dense
+
+    def twin(self) -> EvictingLayer:
+        """A layer over the same keys with books of its own."""
+        assert self.positions is not None
+        twin = copy.copy(self)
+        twin.positions = self.positions.clone()
+        twin.state = {name: column.clone() for name, column in self.state.items()}
+        return twin
+
+    def booked(self, slots: int) -> Tensor:
+        """Positions of the first ``slots`` slots, in use or not: (B, H, slots)."""
+        assert self.positions is not None
+        return self.positions[:, :, :slots]
+
+    def stand_at(self, draft: drafts.Draft, start: int, stop: int) -> None:
+        """Takes the tokens ``start`` to ``stop`` of a draft for the newest forward."""
+        assert draft.arrived is not None and self.positions is not None
+        self.slots, self.seen, self.fresh = draft.first + stop, draft.seen + stop, stop - start
+        self.arrived, self.landed = draft.arrived[:, start:stop], None
+        self._write(self.positions, self.arrived[:, None])
+        self.shortest, self.ragged = self.seen, False
+        if draft.row_seen is not None:
+            self.row_seen = draft.row_seen + (draft.arrived[:, :stop] >= 0).sum(1)
+            self.shortest = int(self.row_seen.min())
+            self.ragged = not bool((self.arrived[:, -1] >= 0).all())
+
+    def mark(self) -> None:
+        """Evicts like ``settle``, but leaves what goes as empty slots where it is."""
+        held = self.held()
+        scores = self.scores(held)
+        self.check_scores(scores)
+        protection = self.protection(held)
+        if protection is not None and self.spec.policy.protect_prompt is not None:
+            self._check_room(held, protection)
+        order = selection.eviction_order(scores, held.positions, protection)
+        surplus = self.surplus()
+        going = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, self.going(held, order, protection))
+        held.positions.masked_fill_(going, -1)
+        self.dead = 0 if self.uneven else max(self.dead, surplus)
+        self.gaps, self.ordered = True, False
+
+    def clear_slots(self, start: int, stop: int) -> None:
+        """Empties slots: their positions are -1, and the policy's columns as if nothing had been there."""
+        assert self.positions is not None
+        self.positions[:, :, start:stop] = -1
+        if self.tokens is not None:
+            self.tokens[:, :, start:stop] = -1
+        columns = self.columns
+        for name, column in self.state.items():
+            column[:, :, start:stop] = columns[name].fill
+
+    def check_crop(self, tokens: int) -> None:
+        """Raises UnsupportedOperationError if ``tokens`` tokens cannot be taken back."""
+        if tokens == 0:
+            return
+        if self.draft is not None and tokens <= self.draft.tokens:
+            return
+        if self.draft is None and self.is_croppable and not self.record_past and tokens <= self.seen:
+            return
+        newest = 0 if self.draft is None else self.draft.tokens
+        raise UnsupportedOperationError(
+            f"crop(-{tokens}): an EvictingCache takes back only tokens of a forward that past recording saw "
+            f"({newest} here), and before the first eviction those of policies that read no attention. Call "
+            "cache.activate_past_recording() before the forward, or go on from a copy.deepcopy(cache) made before it"
+        )
+
+    def cut(self, tokens: int) -> None:
+        """Takes back the newest ``tokens`` tokens; ``check_crop`` has agreed. The cache settles afterwards."""
+        if self.draft is not None:
+            drafts.accept(self, tokens)
+        elif tokens:
+            self.clear_slots(self.slots - tokens, self.slots)
+            self.slots, self.seen, self.fresh = self.slots - tokens, self.seen - tokens, 0
+            self.arrived = self.landed = None
+            self.shortest = self.seen
+            if self.row_seen is not None:
+                self.row_seen = (self.slot_positions[:, 0] >= 0).sum(1)
+                self.shortest = int(self.row_seen.min())
+            if self.prompt is not None and self.seen <= self.prompt:
+                self.prompt = self.row_prompt = None
+
     # -- batch operations ------------------------------------------------------------------------------------
 
     @_outside_inference_mode
@@ -707,13 +825,11 @@ class EvictingLayer(CacheLayerMixin):
         self._rows(lambda t: t[indices.to(t.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Only ``crop(0)`` is possible: evicted tokens cannot come back, so nothing is rolled back."""
-        if tokens_to_remove == 0:
-            return
-        raise UnsupportedOperationError(
-            f"crop({tokens_to_remove}): an EvictingCache cannot take tokens back. Use cache.reset(), or a "
-            "copy.deepcopy(cache) made before the tokens you want to undo"
-        )
+        """Takes back the newest ``-tokens_to_remove`` tokens, and evicts. See ``EvictingCache.crop``."""
+        self.check_crop(-tokens_to_remove)
+        self.cut(-tokens_to_remove)
+        if self.is_initialized:
+            self.settle()
 
     def reset(self) -> None:
         """Forgets everything, and frees the memory."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import threading
 import weakref
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig
 
-from kvevict import host, masks
+from kvevict import drafts, host, masks
+from kvevict.drafts import RowSource
 from kvevict.errors import ObservationError, WrongModelError
 from kvevict.statistics import attention_rows
 
@@ -43,12 +45,19 @@ class Ticket:
         self.cache = cache
         self.layer = layer
 
-    def exact_mask(self, mask: Tensor | None, heads: int) -> Tensor | None:
-        """The mask this forward's attention must use."""
-        return self.layer.exact_mask(mask, heads)
+    def exact_mask(self, mask: Tensor | None, heads: int, rows: RowSource | None = None) -> Tensor | None:
+        """The mask this forward's attention must use. ``rows`` gives its rows, should it be a draft."""
+        exact = self.layer.exact_mask(mask, heads)
+        if self.layer.draft is None:
+            return exact
+        with torch.no_grad():
+            return drafts.rehearse(self.layer, exact, heads, rows)
 
     def finish(self, blocks: Iterable[tuple[int, Tensor]] = ()) -> None:
-        """Shows the policy its attention rows, then evicts."""
+        """Shows the policy its attention rows, then evicts. A draft waits until it is accepted."""
+        if self.layer.draft is not None:
+            self.layer.pending = False
+            return
         with torch.no_grad():
             self.layer.observe(blocks)
             self.cache.settle(self.layer)
@@ -268,29 +277,32 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             if isinstance(kwargs.get("cache"), evicting):
                 _ignored("cache")
             return kernel(module, query, key, value, attention_mask, **kwargs)
-        exact = ticket.exact_mask(attention_mask, query.shape[1])
+        scaling = kwargs.get("scaling")
+
+        def rows(start: int, stop: int, slots: int, last: int, mask: Tensor | None) -> Iterable[tuple[int, Tensor]]:
+            whole = stop - start == query.shape[2] and slots == key.shape[2]
+            return attention_rows(
+                query.detach() if whole else query.detach()[:, :, start:stop],
+                key.detach() if whole else key.detach()[:, :, :slots],
+                mask,
+                scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                last=last,
+                softcap=kwargs.get("softcap"),
+                sinks=kwargs.get("s_aux"),
+            )
+
+        exact = ticket.exact_mask(attention_mask, query.shape[1], rows)
         if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
             kernel = host.masked_attention(module, kwargs)  # flash kernels take no mask per head
         result = kernel(module, query, key, value, exact, **kwargs)
-        if not ticket.layer.wanted:
+        if not ticket.layer.wanted or ticket.layer.draft is not None:
             ticket.finish()
             return result
         seen = exact
         if seen is not None and seen.dim() == 2:
             seen = ticket.layer.causal_mask(query.shape[1])
-        scaling = kwargs.get("scaling")
         with torch.no_grad():
-            ticket.finish(
-                attention_rows(
-                    query.detach(),
-                    key.detach(),
-                    seen,
-                    scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                    last=ticket.layer.wanted,
-                    softcap=kwargs.get("softcap"),
-                    sinks=kwargs.get("s_aux"),
-                )
-            )
+            ticket.finish(rows(0, query.shape[2], key.shape[2], ticket.layer.wanted, seen))
         return result
 
     return attention
@@ -356,15 +368,19 @@ def _after_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if found is None or not found[1].pending:
         return
     cache, layer = found
+    mask = kwargs.get("attention_mask")
     if layer.slots == layer.fresh:
-        layer.exact_mask(kwargs.get("attention_mask"), cache.heads)  # learns the prompt's padding
+        mask = layer.exact_mask(mask, cache.heads)  # learns the prompt's padding
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(weights, Tensor) or weights.dim() != 4:
         raise WrongModelError(
             f"{type(module).__name__} returned no attention weights: kvevict cannot observe it with eager attention; "
             "try model.set_attn_implementation('sdpa') before building the cache"
         )
-    Ticket(cache, layer).finish(_eager_rows(layer, weights.detach()))
+    seen = weights.detach()
+    if layer.draft is not None:
+        drafts.rehearse(layer, mask, cache.heads, functools.partial(_eager_draft_rows, seen, layer.kv_heads))
+    Ticket(cache, layer).finish(_eager_rows(layer, seen))
 
 
 def _eager_rows(layer: EvictingLayer, weights: Tensor) -> Iterable[tuple[int, Tensor]]:
@@ -372,3 +388,11 @@ def _eager_rows(layer: EvictingLayer, weights: Tensor) -> Iterable[tuple[int, Te
     first = layer.fresh - layer.wanted
     if layer.wanted:
         yield first, weights[:, :, first:].float().unflatten(1, (layer.kv_heads, -1))  # (B, H, G, q, slots)
+
+
+def _eager_draft_rows(
+    weights: Tensor, kv_heads: int, start: int, stop: int, slots: int, last: int, mask: Tensor | None
+) -> Iterable[tuple[int, Tensor]]:
+    """Rows of a draft that evicts nothing before its last token, so that what eager attention saw is right."""
+    first = stop - last
+    yield first - start, weights[:, :, first:stop, :slots].float().unflatten(1, (kv_heads, -1))

@@ -537,18 +537,6 @@ def test_a_mask_that_forgets_evicted_tokens_is_an_error(name, implementation):
         forward(model, cache, text(length=2), torch.ones(1, 1, 2, BUDGET + 2, dtype=torch.bool))
 
 
-@every_policy
-def test_tokens_cannot_be_taken_back(name):
-    model = tiny()
-    cache = EvictingCache(model, small(name), budget=BUDGET)
-    forward(model, cache, text(length=PROMPT))
-    assert not any(layer.is_croppable for layer in cache.evicting_layers)
-    with pytest.raises(NotImplementedError, match=r"crop\(3\).*reset"):
-        cache.evicting_layers[0].crop(3)
-    cache.evicting_layers[0].crop(0)
-    assert cache.get_seq_length() == PROMPT
-
-
 # -- policies that break their contract ----------------------------------------------------------------------------
 
 

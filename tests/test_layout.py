@@ -19,7 +19,7 @@ POLICY_FILES = [path for path in FILES if path.parts[0] == "policies"]
 ORDER = [  # from the bottom up: a module imports from lower lines only
     {"errors"},
     {"policies", "selection", "masks"},
-    {"host", "statistics", "rope"},
+    {"host", "statistics", "rope", "drafts"},
     {"layer"},
     {"observe"},
     {"cache"},
