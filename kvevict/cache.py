@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvevict import host, observe, selection
+from kvevict import host, observe, selection, storage
 from kvevict.errors import (
     ObservationError,
     OptionError,
@@ -78,13 +80,19 @@ class EvictingCache(Cache):
         self.spec = spec
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
-        self._model = weakref.ref(model)
+        self._assisted = False  # generate() turned past recording on
+        # Phi-3 and its kin: generate() drops the cache when the text outgrows this
+        self._dropped_beyond: int | None = getattr(model.config, "original_max_position_embeddings", None)
+        self._bind(model)
+
+    def _bind(self, model: PreTrainedModel) -> None:
+        policy = self.policy
+        self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model)
         self._modules = {id(module) for module in host.attention_modules(model)}
         self._base = host.implementation(model)
-        self.free = chosen.queries == 0 and not chosen.consensus and self._base in ("sdpa", "eager")
-        self._assisted = False  # generate() turned past recording on
+        self.free = policy.queries == 0 and not policy.consensus and self._base in ("sdpa", "eager")
         self._attachment = None if self.free else observe.attach(model, self)
-        spec.no_drafts = _no_drafts(spec, self.free, self._base)
+        self.spec.no_drafts = _no_drafts(self.spec, self.free, self._base)
 
     # -- what users ask --------------------------------------------------------------------------------------
 
@@ -164,7 +172,72 @@ class EvictingCache(Cache):
         if model is not None:
             observe.release(model, self)
 
+    # -- copies and files ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: everything but the model."""
+        self._end_draft()
+        model = self._model()
+        own = {"_model": _nobody, "_modules": set(), "_attachment": None}
+        return {**vars(self), **own, "_print": None if model is None else storage.fingerprint(model)}
+
+    def attach(self, model: PreTrainedModel) -> EvictingCache:
+        """Lets ``model`` use a cache that was unpickled, or whose model was detached; returns the cache.
+
+        Raises WrongModelError, before anything changes, for a model other than the one that filled the cache.
+        """
+        was = vars(self).get("_print")
+        known = self._model()
+        if was is not None:
+            storage.check_model(was, storage.fingerprint(model), "this cache")
+        elif known is not None and known is not model:
+            raise WrongModelError("this cache belongs to another model: build an EvictingCache for this one")
+        self._bind(model)
+        self._print = None
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to a folder: cache.safetensors and cache.json.
+
+        Raises OutputError if they cannot be written, and ObservationError if the last forward ended halfway.
+        """
+        self._end_draft()
+        for layer in self.evicting_layers:
+            layer.check_pending()
+        model = self._model()
+        if model is None:
+            raise ObservationError("this cache belongs to no model: call cache.attach(model) before saving it")
+        states = [layer.books() if isinstance(layer, EvictingLayer) else vars(layer) for layer in self.layers]
+        storage.save(self.policy, self.budget, states, model, Path(path))
+
+    @classmethod
+    def load(cls, model: PreTrainedModel, path: str | os.PathLike[str], policy: Policy | None = None) -> EvictingCache:
+        """The cache that ``save`` wrote to a folder, for the same model; it continues where the saved one stood.
+
+        policy: needed for a policy that is not registered: an instance with the options it had.
+        Raises StoredCacheError for files that cannot be read, and WrongModelError for another model's.
+        """
+        policy, budget, states = storage.read(Path(path), model, policy)
+        cache = cls(model, policy, budget)
+        for layer, state in zip(cache.layers, states, strict=True):
+            if isinstance(layer, EvictingLayer):
+                layer.restore(state)
+            else:
+                vars(layer).update(state)
+        return cache
+
     # -- what transformers asks ------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, pads included, by one layer."""
+        seen = int(super().get_seq_length(layer_idx))
+        if self._dropped_beyond is not None and host.about_to_drop(self._dropped_beyond, seen):
+            raise UnsupportedOperationError(
+                f"the text outgrows {self._dropped_beyond} tokens, where this model changes its RoPE factors and "
+                "generate() replaces the cache by a new one that evicts nothing. Keep prompt and new tokens below "
+                "that length, or call the model in a loop of your own"
+            )
+        return seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -180,7 +253,8 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
-            self.check_forward(host.calling_module(2), key_states.shape[2])
+            module, unused = host.calling_module(2)
+            self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
         ticket = observe.Ticket(self, layer)
@@ -190,12 +264,20 @@ class EvictingCache(Cache):
             return observe.tag(keys, ticket), values
         return observe.Probe.of(keys, ticket), values
 
-    def check_forward(self, module: torch.nn.Module | None, tokens: int) -> None:
+    def check_forward(self, module: torch.nn.Module | None, tokens: int, unused: bool) -> None:
         """Once per forward of ``tokens`` tokens, before the first evicting layer stores them.
 
-        Raises if ``module``, its attention or the layers are not as this cache needs them.
+        Raises if ``module``, its attention or the layers are not as this cache needs them, or if the caller asked
+        for no cache (``unused``).
         """
+        if not self._modules:
+            raise ObservationError("this cache was unpickled and belongs to no model yet: call cache.attach(model)")
         self.check_module(module)
+        if unused:
+            raise OptionError(
+                "use_cache=False with an EvictingCache: generate() would feed it the whole text again at every step. "
+                "Leave out use_cache=False, or the cache"
+            )
         self._end_draft()
         # transformers' layers below the first of ours have this forward's tokens already
         seen = [
@@ -327,6 +409,10 @@ class EvictingCache(Cache):
                 "this cache was built for another model (or for another copy of this one): build an EvictingCache for "
                 "the model that uses it"
             )
+
+
+def _nobody() -> None:
+    """The model of a cache that was unpickled."""
 
 
 def _no_drafts(spec: Spec, free: bool, base: str) -> str | None:

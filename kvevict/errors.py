@@ -33,8 +33,12 @@ class MissingPackageError(KvevictError, ImportError):
     """A package of the extra ``eval`` is not installed."""
 
 
+class StoredCacheError(KvevictError, ValueError):
+    """The files are not a cache that this release can continue."""
+
+
 class OutputError(KvevictError, OSError):
-    """The results cannot be written."""
+    """A file cannot be written."""
 
 
 class EvaluationError(KvevictError, ArithmeticError):

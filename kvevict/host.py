@@ -125,16 +125,37 @@ def assisted_prompt() -> int | None:
     return None
 
 
-def calling_module(depth: int) -> nn.Module | None:
-    """The module whose forward called us, ``depth`` frames up; None where it cannot be told (compiled code).
+def calling_module(depth: int) -> tuple[nn.Module | None, bool]:
+    """The module whose forward called us, ``depth`` frames up, and whether it was told not to use a cache.
 
     transformers does not say which module updates a cache, and a cache that serves the wrong model must not
-    go unnoticed.
+    go unnoticed. (None, False) where it cannot be told (compiled code).
     """
     if torch.compiler.is_compiling():
-        return None
+        return None, False
     try:
-        caller = sys._getframe(depth).f_locals.get("self")
+        local = sys._getframe(depth).f_locals
     except ValueError:
-        return None
-    return caller if isinstance(caller, nn.Module) else None
+        return None, False
+    caller = local.get("self")
+    return (caller, unused(local)) if isinstance(caller, nn.Module) else (None, False)
+
+
+def unused(arguments: Mapping[str, Any]) -> bool:
+    """Whether ``use_cache=False`` is among an attention module's arguments."""
+    return arguments.get("use_cache", (arguments.get("kwargs") or {}).get("use_cache")) is False
+
+
+def about_to_drop(limit: int, seen: int) -> bool:
+    """Whether the caller's caller is generate() putting a new cache in the place of one that holds ``seen`` tokens.
+
+    Phi-3 and its kin recompute everything once the text outgrows the length that the short RoPE factors are for, and
+    say nothing about it.
+    """
+    frame = sys._getframe(2)
+    ids = frame.f_locals.get("input_ids")
+    return (
+        frame.f_code.co_name == "prepare_inputs_for_generation"
+        and isinstance(ids, Tensor)
+        and ids.shape[1] > limit >= seen
+    )

@@ -798,6 +798,31 @@ class EvictingLayer(CacheLayerMixin):
             if self.prompt is not None and self.seen <= self.prompt:
                 self.prompt = self.row_prompt = None
 
+    # -- storage ---------------------------------------------------------------------------------------------
+
+    _NUMBERS = ("slots", "seen", "prompt", "shortest", "dead", "gaps", "ordered", "is_initialized", "record_past")
+    _BY_SLOT = ("keys", "values", "positions", "tokens")
+    _BY_ROW = ("row_seen", "row_prompt", "free")
+
+    def books(self) -> dict[str, Any]:
+        """Everything that a later forward depends on, without the room beyond the slots in use."""
+        slots = {name: getattr(self, name) for name in self._BY_SLOT} | {
+            f"column {n}": t for n, t in self.state.items()
+        }
+        return {
+            **{name: getattr(self, name) for name in (*self._NUMBERS, *self._BY_ROW)},
+            **{name: None if tensor is None else tensor[:, :, : self.slots] for name, tensor in slots.items()},
+        }
+
+    def restore(self, books: dict[str, Any]) -> None:
+        """Continues from what ``books`` gave."""
+        self._clear()
+        for name in (*self._NUMBERS, *self._BY_ROW, *self._BY_SLOT):
+            setattr(self, name, books[name])
+        self.state = {name.removeprefix("column "): t for name, t in books.items() if name.startswith("column ")}
+        if self.keys is not None:
+            self.device = self.keys.device
+
     # -- batch operations ------------------------------------------------------------------------------------
 
     @_outside_inference_mode

@@ -351,7 +351,7 @@ def _before_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache, layer = found
     hidden = args[0] if args else kwargs["hidden_states"]
     if layer.index == 0:
-        cache.check_forward(module, hidden.shape[1])
+        cache.check_forward(module, hidden.shape[1], host.unused(kwargs))
     layer.check(hidden.shape[0], hidden.shape[1])
     layer.hooked = True
     mask = kwargs.get("attention_mask")

@@ -19,7 +19,7 @@ POLICY_FILES = [path for path in FILES if path.parts[0] == "policies"]
 ORDER = [  # from the bottom up: a module imports from lower lines only
     {"errors"},
     {"policies", "selection", "masks"},
-    {"host", "statistics", "rope", "drafts"},
+    {"host", "statistics", "rope", "drafts", "storage"},
     {"layer"},
     {"observe"},
     {"cache"},
@@ -30,7 +30,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"cli"},
     {"__main__"},
 ]
-HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
+HOST = {"host", "cache", "layer", "observe", "testing", "rope", "storage"}
 MEASURING = {"compare", "evaluation", "models", "text", "plots", "commands"}
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
