@@ -239,6 +239,7 @@ class EvictingCache(Cache):
             )
         return seen
 
+    @observe.uncompiled  # slots are chosen by the state of the cache, and written in place
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -253,7 +254,7 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
-            module, unused = host.calling_module(2)
+            module, unused = host.calling_module(3)  # the third frame: the second is `uncompiled`
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)

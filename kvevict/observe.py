@@ -20,7 +20,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,14 @@ from kvevict.statistics import attention_rows
 if TYPE_CHECKING:
     from kvevict.cache import EvictingCache
     from kvevict.layer import EvictingLayer
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Kept out of what ``torch.compile`` traces: what happens here depends on the state of a cache."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 class Ticket:
@@ -104,24 +112,28 @@ class Probe(torch.Tensor):
             if func is F.scaled_dot_product_attention:
                 return cls._sdpa(ticket, *args, **kwargs)
             if func in _ADDITIONS:
-                args = tuple(cls._added(ticket, a, probe) if isinstance(a, Tensor) else a for a in args)
-                result = func(*args, **kwargs)
-                ticket.finish()
-                return result
+                return cls._add(ticket, probe, func, args, kwargs)
             result = func(*args, **kwargs)
         if func in _SAME_SCORES and isinstance(result, Tensor):
             return cls.of(result, ticket)
         return result
 
     @staticmethod
-    def _added(ticket: Ticket, operand: Tensor, probe: Probe) -> Tensor | None:
-        """What eager attention adds: the probe's logits as they are, and the mask made exact."""
-        if operand is probe:
-            return probe
-        exact = ticket.exact_mask(operand, probe.shape[1])
-        return None if exact is None else masks.additive(exact, probe.dtype)
+    @uncompiled
+    def _add(ticket: Ticket, probe: Probe, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Eager attention adds its mask to the logits: adds the exact one instead."""
+        operands = []
+        for operand in args:
+            if isinstance(operand, Tensor) and operand is not probe:
+                exact = ticket.exact_mask(operand, probe.shape[1])
+                operand = None if exact is None else masks.additive(exact, probe.dtype)
+            operands.append(operand)
+        result = func(*operands, **kwargs)
+        ticket.finish()
+        return result
 
     @staticmethod
+    @uncompiled
     def _sdpa(ticket: Ticket, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any,
               **kwargs: Any) -> Tensor:  # fmt: skip  # the signature of scaled_dot_product_attention
         # transformers packs the queries of a group as rows when there is one query and fewer KV heads
@@ -134,6 +146,7 @@ class Probe(torch.Tensor):
             exact = exact.reshape(exact.shape[0], key.shape[1], -1, exact.shape[-1])
         if exact is not None and attn_mask is None and kwargs.get("is_causal"):
             kwargs["is_causal"] = False
+        key = key.as_subclass(torch.Tensor)  # a plain tensor for compilers
         result = F.scaled_dot_product_attention(query, key, value, exact, *rest, **kwargs)
         ticket.finish()
         return result
@@ -268,6 +281,7 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
     from kvevict.cache import EvictingCache as evicting
 
+    @uncompiled
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -314,6 +328,7 @@ class _Hook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @uncompiled
     def __call__(self, *arguments: Any) -> Any:
         return self.function(*arguments)
 
