@@ -115,7 +115,7 @@ def accept(layer: EvictingLayer, removed: int) -> None:
         layer.prompt, layer.row_prompt = draft.prompt, draft.row_prompt
     for start, stop in draft.blocks(accepted):
         _step(layer, draft, start, stop, evict=stop < accepted)
-    layer.arrived = layer.landed = None
+    layer.forget_forward()
 
 
 def _step(layer: EvictingLayer, draft: Draft, start: int, stop: int, *, evict: bool) -> None:

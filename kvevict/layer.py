@@ -166,6 +166,8 @@ class EvictingLayer(CacheLayerMixin):
         self.record_past = False  # forwards are drafts until `crop` accepts them
         self.awaited: int | None = None  # columns of the prompt that comes together with the first draft
         self.draft: drafts.Draft | None = None
+        self._bound: tuple[int, int | None, int] = (-1, None, 0)  # what `bound` gave for these tokens seen and prompt
+        self._shown: Held | None = None  # what `observe` showed the policy, until the forward is settled
 
     # -- what transformers asks ------------------------------------------------------------------------------
 
@@ -205,9 +207,14 @@ class EvictingLayer(CacheLayerMixin):
         """Tokens per KV head that may stay now: the largest over rows."""
         if self.row_seen is not None and self.spec.irregular:
             return int(self._row_budgets().max())
+        if self.row_seen is None and self._bound[:2] == (self.seen, self.prompt):
+            return self._bound[2]
         prompt = self.seen if self.prompt is None else self.prompt
         longest = self.spec.tokens(self.index, self.seen, prompt)
-        return longest if self.row_seen is None else max(longest, self.spec.tokens(self.index, self.shortest, prompt))
+        if self.row_seen is not None:
+            return max(longest, self.spec.tokens(self.index, self.shortest, prompt))
+        self._bound = (self.seen, self.prompt, longest)
+        return longest
 
     @property
     def stored(self) -> int:
@@ -241,7 +248,7 @@ class EvictingLayer(CacheLayerMixin):
     def slot_positions(self) -> Tensor:
         """(B, H, slots) positions of the slots in use, -1 for empty ones."""
         assert self.positions is not None
-        return self.positions[:, :, : self.slots]
+        return self._used(self.positions)
 
     # -- a forward -------------------------------------------------------------------------------------------
 
@@ -319,14 +326,19 @@ class EvictingLayer(CacheLayerMixin):
         self.shortest += tokens
         self.fresh = tokens
         self.ragged = False
-        self._write(self.positions, self.arrived[:, None])
+        if self.landed is not None and self.row_seen is None:
+            self.positions.scatter_(2, self.landed, column)
+        else:
+            self._write(self.positions, self.arrived[:, None])
         if self.tokens is not None:
             self._write(self.tokens, torch.arange(column, self.seen, device=device)[None, None])
         if self.landed is not None:
             for name, column_spec in self.columns.items():
                 state = self.state[name]
-                index = self.landed.view(*self.landed.shape, *(1,) * (state.dim() - 3))
-                state.scatter_(2, index.expand(-1, -1, 1, *state.shape[3:]), column_spec.fill)
+                index = self.landed
+                if state.dim() > 3:
+                    index = index.view(*index.shape, *(1,) * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:])
+                state.scatter_(2, index, column_spec.fill)
         self.reserved = True
 
     @_outside_inference_mode
@@ -347,10 +359,10 @@ class EvictingLayer(CacheLayerMixin):
         self.reserved = self.hooked = False
         self.pending = True
         self._admit()
-        return self._view(self.keys), self.values[:, :, : self.slots]
+        return self._view(self.keys), self.values.narrow(2, 0, self.slots)
 
     def _view(self, keys: Tensor) -> Tensor:
-        held = keys[:, :, : self.slots]
+        held = keys.narrow(2, 0, self.slots)  # a fresh view, which may be marked
         rerotation = self.spec.rerotation
         if rerotation is None or self.ordered:
             return held
@@ -364,9 +376,10 @@ class EvictingLayer(CacheLayerMixin):
         if self.landed is None:
             stored[:, :, self.slots - self.fresh : self.slots] = new
             return
-        index = self.landed.view(*self.landed.shape, *(1,) * (stored.dim() - 3))
-        index = index.expand(-1, -1, 1, *stored.shape[3:])
-        stored.scatter_(2, index, new.expand_as(index).to(stored.dtype))
+        index = self.landed
+        if stored.dim() > 3:
+            index = index.view(*index.shape, *(1,) * (stored.dim() - 3)).expand(-1, -1, 1, *stored.shape[3:])
+        stored.scatter_(2, index, (new if new.shape == index.shape else new.expand_as(index)).to(stored.dtype))
 
     def _grow(self, needed: int) -> None:
         """Makes room for ``needed`` slots in every per-slot tensor but keys and values."""
@@ -488,7 +501,6 @@ class EvictingLayer(CacheLayerMixin):
     def held(self) -> Held:
         """What the policy may see, through views of the slots in use."""
         assert self.positions is not None and self.keys is not None and self.values is not None
-        n = self.slots
         seen: int | Tensor = self.seen
         prompt: int | Tensor = self.seen if self.prompt is None else self.prompt
         budget: int | Tensor = min(self.bound(), 2**31)
@@ -498,16 +510,20 @@ class EvictingLayer(CacheLayerMixin):
             if self.uneven:
                 budget = self._row_budgets()[:, None, None]
         return Held(
-            positions=self.positions[:, :, :n],
+            positions=self._used(self.positions),
             seen=seen,
             budget=budget,
             prompt=prompt,
-            keys=self.keys[:, :, :n],
-            values=self.values[:, :, :n],
+            keys=self._used(self.keys),
+            values=self._used(self.values),
             layer=self.index,
             layers=self.spec.layers,
-            columns={name: column[:, :, :n] for name, column in self.state.items()},
+            columns={name: self._used(column) for name, column in self.state.items()},
         )
+
+    def _used(self, tensor: Tensor) -> Tensor:
+        """The slots in use of a tensor (B, H, capacity, ...); no view is made where all are."""
+        return tensor if tensor.shape[2] == self.slots else tensor.narrow(2, 0, self.slots)
 
     def _row_budgets(self) -> Tensor:
         assert self.row_seen is not None
@@ -522,9 +538,13 @@ class EvictingLayer(CacheLayerMixin):
     def observe(self, blocks: Iterable[tuple[int, Tensor]]) -> None:
         """Shows the policy attention rows: pairs (first query of the block, weights (B, H, G, q, l <= slots))."""
         assert self.arrived is not None
-        held = self.held()
+        held = self._shown = self.held()
         for start, weights in blocks:
-            positions = self.arrived[:, start : start + weights.shape[3]].expand(weights.shape[0], -1)
+            positions = self.arrived
+            if weights.shape[3] != positions.shape[1]:
+                positions = positions[:, start : start + weights.shape[3]]
+            if positions.shape[0] != weights.shape[0]:
+                positions = positions.expand(weights.shape[0], -1)
             if self.row_seen is not None:
                 weights = weights.masked_fill((positions < 0)[:, None, None, :, None], 0.0)  # a pad asks nothing
             view = held if weights.shape[-1] == self.slots else held.first(weights.shape[-1])
@@ -631,11 +651,10 @@ class EvictingLayer(CacheLayerMixin):
         if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
             self.keys, self.values = self.keys.detach(), self.values.detach()
         if self.crowded:
-            self._evict(rescore)
-        self.pending = False
+            self._evict(self._shown or self.held(), rescore)
+        self.pending, self._shown = False, None
 
-    def _evict(self, rescore: Callable[[Tensor], Tensor] | None) -> None:
-        held = self.held()
+    def _evict(self, held: Held, rescore: Callable[[Tensor], Tensor] | None) -> None:
         scores = self.scores(held)
         if rescore is not None:
             scores = rescore(scores)
@@ -757,6 +776,10 @@ class EvictingLayer(CacheLayerMixin):
         held.positions.masked_fill_(going, -1)
         self.dead = 0 if self.uneven else max(self.dead, surplus)
         self.gaps, self.ordered = True, False
+
+    def forget_forward(self) -> None:
+        """Lets go of what only the newest forward needed."""
+        self.arrived = self.landed = self._shown = None
 
     def clear_slots(self, start: int, stop: int) -> None:
         """Empties slots: their positions are -1, and the policy's columns as if nothing had been there."""

@@ -295,9 +295,10 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
         def rows(start: int, stop: int, slots: int, last: int, mask: Tensor | None) -> Iterable[tuple[int, Tensor]]:
             whole = stop - start == query.shape[2] and slots == key.shape[2]
+            asked, held = (query.detach(), key.detach()) if query.requires_grad or key.requires_grad else (query, key)
             return attention_rows(
-                query.detach() if whole else query.detach()[:, :, start:stop],
-                key.detach() if whole else key.detach()[:, :, :slots],
+                asked if whole else asked[:, :, start:stop],
+                held if whole else held[:, :, :slots],
                 mask,
                 scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
                 last=last,

@@ -52,14 +52,15 @@ def pick_victim(scores: Tensor, positions: Tensor, protection: Tensor | None, *,
         lowest: float = float("-inf")
     else:
         highest, lowest = torch.iinfo(scores.dtype).max, torch.iinfo(scores.dtype).min
-    scores = scores.expand_as(positions)
+    if scores.shape != positions.shape:
+        scores = scores.expand_as(positions)
     candidates = scores if protection is None else scores.masked_fill(protection, highest)
     if may_be_empty:
         candidates = candidates.masked_fill(positions < 0, lowest)
-    tied = candidates == candidates.amin(-1, keepdim=True)
+    stay = candidates != candidates.amin(-1, keepdim=True)
     if protection is not None:
-        tied &= ~protection
-    return positions.masked_fill(~tied, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+        stay |= protection
+    return positions.masked_fill(stay, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
 
 
 def eviction_order(scores: Tensor, positions: Tensor, protection: Tensor | None) -> Tensor:

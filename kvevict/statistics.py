@@ -42,9 +42,10 @@ def attention_rows(
     for a in range(start, Q, BLOCK):
         b = min(a + BLOCK, Q)
         slots = L if mask is not None else L - Q + b
-        block = query[:, :, a:b].float().reshape(B, H, G * (b - a), D) * scaling
-        logits = block @ keys[:, :, :slots].float().transpose(-1, -2)
-        logits = logits.view(B, H, G, b - a, slots)
+        block = query if b - a == Q else query[:, :, a:b]
+        block = block.reshape(B * H, G * (b - a), D).float() * scaling
+        seen = keys if slots == L else keys.narrow(2, 0, slots)
+        logits = torch.bmm(block, seen.reshape(B * H, slots, D).float().transpose(1, 2)).view(B, H, G, b - a, slots)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         shown = None

@@ -25,13 +25,13 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"cache"},
     {"models", "plots", "testing"},
     {"text", "evaluation"},
-    {"compare"},
+    {"compare", "bench"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope", "storage"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "commands"}
+MEASURING = {"bench", "compare", "evaluation", "models", "text", "plots", "commands"}
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
