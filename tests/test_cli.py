@@ -9,45 +9,24 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from helpers import save_reader
 
 import kvevict
 from kvevict import text as text_module
 from kvevict.cli import main
 from kvevict.policies import POLICIES
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "ran", "to", "its", "old", "house"]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model of two layers that knows a few words."""
-    path = tmp_path_factory.mktemp("model")
-    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["[UNK]", *WORDS]))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(path)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=32,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_reader(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
+    """200 tokens."""
     path = tmp_path / "words.txt"
-    path.write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(200)))
+    path.write_text(("the cat sat on a mat and saw that dog; " * 6)[:200])
     return path
 
 

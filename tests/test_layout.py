@@ -24,14 +24,15 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"observe"},
     {"cache"},
     {"models", "plots", "testing"},
-    {"text", "evaluation"},
+    {"text", "protocols"},
+    {"evaluation"},
     {"compare"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "commands"}
+MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "commands"}
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
