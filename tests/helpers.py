@@ -74,9 +74,10 @@ def tiny(implementation: str = "sdpa", dtype: torch.dtype = torch.float32, seed:
 def reader(vocabulary: int = 128, **options: Any) -> LlamaForCausalLM:
     """A random Llama of two layers for tests that measure how it reads; the same numbers every time."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip  # one model, one line each
-    return LlamaForCausalLM(LlamaConfig(**{**shape, "vocab_size": vocabulary, **options})).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    shape = {**sizes, **ends, "num_key_value_heads": 2, "vocab_size": vocabulary, **options}
+    return LlamaForCausalLM(LlamaConfig(**shape)).eval()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

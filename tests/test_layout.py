@@ -25,14 +25,15 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"cache"},
     {"models", "plots", "testing"},
     {"text", "protocols"},
-    {"evaluation"},
+    {"evaluation", "bootstrap"},
+    {"fidelity"},
     {"compare"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "commands"}
+MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "bootstrap", "fidelity", "commands"}
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
