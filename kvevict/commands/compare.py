@@ -46,8 +46,9 @@ def run(options: argparse.Namespace) -> None:
     import torch
     from tqdm import tqdm
 
-    from kvevict.compare import FULL_CACHE, SPEED_NOTE, check_folder, choose, compare
+    from kvevict.compare import FULL_CACHE, SPEED_NOTE, choose, compare
     from kvevict.models import check_device, check_installed, load_model
+    from kvevict.results import check_folder
     from kvevict.text import load_text
 
     # whatever can be wrong with the command is found before anything slow
