@@ -37,13 +37,20 @@ class Interval:
 
 
 def paired_bootstrap(
-    first: Sequence[Tensor], second: Sequence[Tensor], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    *,
+    cases: bool = False,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> Interval:
     """The interval of mean(first) - mean(second), for values of the same tokens in the same documents.
 
     first, second: for each document, a value for each token: (P,), such as nats. The units that are drawn, with
         replacement and the same for both, are documents if there are at least ``FEWEST_DOCUMENTS``, else blocks of
         ``BLOCK`` tokens within them. A unit weighs as many tokens as it has.
+    cases: whether the documents are cases, drawn whole however few they are.
     level: the share of resampled differences between ``low`` and ``high``.
 
     With few units a percentile interval is somewhat too narrow. Raises OptionError if the two differ in shape or are
@@ -63,7 +70,7 @@ def paired_bootstrap(
     if not 0 < level < 1:
         raise OptionError(f"level={level}: give a share above 0 and below 1, such as 0.95")
     differences = [a.double() - b.double() for a, b in zip(first, second, strict=True) if len(a)]
-    units, name = units_of(differences)
+    units, name = (differences, f"{len(differences)} cases") if cases else units_of(differences)
     sums = torch.stack([unit.sum() for unit in units])  # (U,)
     counts = torch.tensor([len(unit) for unit in units], dtype=torch.double)  # (U,)
     difference = float(sums.sum() / counts.sum())

@@ -19,6 +19,8 @@ from kvevict.errors import OptionError, TextError
 
 TASKS = ("single", "multikey", "multivalue", "passkey", "fact")
 KINDS = ("numbers", "words", "uuids")
+CHOOSABLE = ("single", "multikey", "multivalue")
+"""Tasks whose values are of a kind; the others have their own."""
 QUESTIONS = ("after", "with")
 NOISE = "noise"
 """The haystack that is sentences without content, repeated."""
@@ -31,110 +33,21 @@ NOISE_SENTENCES = (
     "A cart went by.",
     "Nothing else happened that day.",
 )
-# fmt: off  # one word per line would be a hundred lines
+# a word per line would be a hundred lines
+# fmt: off
 ADJECTIVES = [
-    "amber",
-    "ancient",
-    "bitter",
-    "blue",
-    "brave",
-    "bright",
-    "calm",
-    "clever",
-    "cold",
-    "copper",
-    "crimson",
-    "curly",
-    "dusty",
-    "eager",
-    "early",
-    "faint",
-    "fierce",
-    "golden",
-    "gentle",
-    "green",
-    "hollow",
-    "humble",
-    "icy",
-    "jolly",
-    "keen",
-    "late",
-    "lively",
-    "lonely",
-    "lucky",
-    "mellow",
-    "narrow",
-    "noble",
-    "odd",
-    "pale",
-    "plain",
-    "proud",
-    "quiet",
-    "rapid",
-    "rusty",
-    "silent",
-    "silver",
-    "steep",
-    "sturdy",
-    "sunny",
-    "tidy",
-    "vast",
-    "velvet",
-    "warm",
-    "wild",
-    "young",
+    "amber", "ancient", "bitter", "blue", "brave", "bright", "calm", "clever", "cold", "copper", "crimson", "curly",
+    "dusty", "eager", "early", "faint", "fierce", "golden", "gentle", "green", "hollow", "humble", "icy", "jolly",
+    "keen", "late", "lively", "lonely", "lucky", "mellow", "narrow", "noble", "odd", "pale", "plain", "proud",
+    "quiet", "rapid", "rusty", "silent", "silver", "steep", "sturdy", "sunny", "tidy", "vast", "velvet", "warm",
+    "wild", "young",
 ]
 NOUNS = [
-    "anchor",
-    "apple",
-    "arrow",
-    "badger",
-    "barrel",
-    "basket",
-    "beacon",
-    "bridge",
-    "button",
-    "candle",
-    "canyon",
-    "castle",
-    "cedar",
-    "cloud",
-    "comet",
-    "cradle",
-    "dagger",
-    "dolphin",
-    "engine",
-    "falcon",
-    "feather",
-    "fiddle",
-    "forest",
-    "garden",
-    "glacier",
-    "hammer",
-    "harbor",
-    "helmet",
-    "island",
-    "kettle",
-    "ladder",
-    "lantern",
-    "magnet",
-    "marble",
-    "meadow",
-    "mirror",
-    "monkey",
-    "needle",
-    "orchard",
-    "paddle",
-    "pebble",
-    "pillow",
-    "planet",
-    "pocket",
-    "rabbit",
-    "ribbon",
-    "saddle",
-    "thunder",
-    "violin",
-    "willow",
+    "anchor", "apple", "arrow", "badger", "barrel", "basket", "beacon", "bridge", "button", "candle", "canyon",
+    "castle", "cedar", "cloud", "comet", "cradle", "dagger", "dolphin", "engine", "falcon", "feather", "fiddle",
+    "forest", "garden", "glacier", "hammer", "harbor", "helmet", "island", "kettle", "ladder", "lantern", "magnet",
+    "marble", "meadow", "mirror", "monkey", "needle", "orchard", "paddle", "pebble", "pillow", "planet", "pocket",
+    "rabbit", "ribbon", "saddle", "thunder", "violin", "willow",
 ]
 # fmt: on
 
@@ -217,7 +130,7 @@ def make_case(
         middle = (low + high) // 2
         low, high = (middle, high) if tokens(middle) <= length else (low, middle)
     context, without = contexts(low)
-    return Case(task, kind, length, depth, context, without, question, answers)
+    return Case(task, kind if task in CHOOSABLE else "its own", length, depth, context, without, question, answers)
 
 
 def string_match(generated: str, answers: tuple[str, ...]) -> float:

@@ -99,6 +99,10 @@ class Protocol:
         ]
         return torch.cat(counts)
 
+    def work(self, tokens: int) -> int:
+        """How many tokens are fed in all, those that windows share counted each time."""
+        return sum(span.stop - 1 - span.start for span in self.spans(tokens))
+
     def predicted(self, tokens: int) -> Tensor:
         """The index in the text of each predicted token: (P,) int64, ascending."""
         return torch.cat([torch.arange(span.first, span.stop) for span in self.spans(tokens)])
