@@ -116,7 +116,7 @@ def run_plan(
                 say(f"{len(done)} of {len(own)} parts of {name} are finished already")
             share = pending[processes.index :: processes.count]
             total = sum(part.size for part in share) * (len(plan.models) - number)
-            _measure(plan, loaded.model, loaded.tokenizer, share, folder, progress, total)
+            _measure(plan, loaded.model, loaded.tokenizer, share, folder, processes.index, progress, total)
             parts += own
             del loaded
         finished = _collect(parts, folder, processes)
@@ -214,6 +214,7 @@ def _measure(
     tokenizer: PreTrainedTokenizerBase,
     parts: list[Part],
     folder: Path,
+    process: int,
     progress: Callable[[Progress], None] | None,
     total: int,
 ) -> None:
@@ -226,7 +227,7 @@ def _measure(
         begin = time.perf_counter()
         result = measure_piece(plan, model, tokenizer, part.cell, part.piece, moved)
         # what differs from run to run stands apart, so that the tables of two runs are equal
-        timing = {"seconds": result.pop("seconds", time.perf_counter() - begin), **environment()}
+        timing = {"seconds": result.pop("seconds", time.perf_counter() - begin), "process": process, **environment()}
         record = {"key": part.key, "piece": part.piece.name, "result": result, "timing": timing}
         save_files(folder / PARTS, {part.file: json.dumps(record).encode()})
 

@@ -46,8 +46,8 @@ class Text:
     def documents(self, how: str = "whole") -> list[str]:
         """The texts that are read separately: the whole; its WikiText articles; or its rows that are not blank.
 
-        An article starts at a line like " = Title = "; what precedes the first is left out if it is blank. Raises
-        TextError for articles or rows that the text does not have.
+        A file taken as it is has one row. An article starts at a line like " = Title = "; what precedes the first is
+        left out if it is blank. Raises TextError for articles that the text does not have.
         """
         if how == "whole":
             return [self.text]
@@ -64,9 +64,7 @@ class Text:
                 cuts.insert(0, 0)
             return [end.join(lines[start:stop]) for start, stop in pairwise(cuts)]
         if how == "rows":
-            if not self.rows:
-                raise TextError(f"text {self.name!r} has no rows: name it as datasets:ID or {ROWS_PREFIX}PATH")
-            return [row for row in self.rows if row.strip()]
+            return [row for row in self.rows or (self.text,) if row.strip()]
         raise TextError(f"documents={how!r}: there are {', '.join(DOCUMENTS)}")
 
 

@@ -206,11 +206,12 @@ def test_lines_as_rows_are_the_dataset_s_form(tmp_path):
     assert text.text.startswith("\n\n = One = \n\n\n\n\n A line .\n\n\n = = Part")
     assert [article.splitlines()[0] for article in text.documents("articles")] == [" = One = ", " = Two = "]
     assert text.documents("rows")[:2] == [" = One = \n", " A line .\n"]
+    assert load_text(str(path)).documents("rows") == [WIKI]  # a file is one row
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("articles", "no WikiText titles"), ("rows", "has no rows"), ("pages", "whole, articles, rows")],
+    [("articles", "no WikiText titles"), ("pages", "whole, articles, rows")],
 )
 def test_documents_that_a_text_does_not_have_are_an_error(how, message):
     with pytest.raises(TextError, match=message):

@@ -23,17 +23,19 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"layer"},
     {"observe"},
     {"cache"},
-    {"models", "plots", "testing"},
-    {"text", "protocols"},
-    {"evaluation", "bootstrap"},
-    {"fidelity"},
-    {"compare"},
+    {"models", "plots", "testing", "protocols", "bootstrap", "results"},
+    {"text", "evaluation", "needles"},
+    {"compare", "fidelity", "plan"},
+    {"retrieval"},
+    {"pieces", "tables"},
+    {"sweep"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "bootstrap", "fidelity", "commands"}
+MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "bootstrap", "fidelity", "results",
+             "needles", "retrieval", "plan", "pieces", "tables", "sweep", "commands"}  # fmt: skip  # one set
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,9 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
         check_installed(model)
     if plan.device:
         check_device(plan.device)
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of a launcher, one speaks for all
     with tqdm(
+        disable=not first,
         unit=" tokens",
         smoothing=0,  # policies differ in speed, so the mean so far foretells best
         mininterval=0.2 if sys.stderr.isatty() else 15,
@@ -42,7 +45,7 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
             bar.update(step.tokens)
 
         try:
-            report = run_plan(plan, folder, notify=say, progress=progress)
+            report = run_plan(plan, folder, notify=say if first else None, progress=progress)
         except KeyboardInterrupt:
             say(f"what is finished is in {folder}: the same command goes on from there")
             raise
