@@ -23,11 +23,13 @@ from kvevict import EvictingCache, OptionError
 from kvevict import sweep as sweep_module
 from kvevict.cli import main
 from kvevict.evaluation import perplexity
-from kvevict.fidelity import fidelity
+from kvevict.fidelity import fidelity, full_cache
 from kvevict.models import load_model, revision
+from kvevict.needles import NOISE_SENTENCES, make_case
 from kvevict.plan import Plan, Source, load_plan, make_plan
 from kvevict.policies import POLICIES
 from kvevict.protocols import blocks, chunked, windows
+from kvevict.retrieval import logprob_without, recall
 from kvevict.sweep import run_plan
 from kvevict.tables import Report
 
@@ -238,6 +240,37 @@ def test_full_cache_figures_need_no_policy(given, folder, articles, tmp_path):
         assert row["protocol"] == str(protocol)
 
 
+def test_needle_rows_are_what_the_library_measures(given, folder, tmp_path):
+    given |= {"measure": "needle", "texts": "noise", "policies": ["tova"], "budgets": [64], "seeds": [0, 1]}
+    given["needle"] = {"tasks": ["single", "fact"], "kinds": ["numbers", "words"], "lengths": 400, "depths": [0, 1]}
+    report = run(given, tmp_path / "out")
+    assert [(row["policy"], row["seed"]) for row in report.rows] == [
+        ("full cache", 0), ("tova", 0), ("full cache", 1), ("tova", 1)
+    ]  # fmt: skip  # one list
+    model, tokenizer, _ = load_model(str(folder))
+    for row in report.rows[1::2]:
+        assert [(case["task"], case["kind"], case["depth"]) for case in row["cases"]] == [
+            ("single", "numbers", 0), ("single", "numbers", 1), ("single", "words", 0), ("single", "words", 1),
+            ("fact", "its own", 0), ("fact", "its own", 1)
+        ]  # fmt: skip  # one list
+        case = make_case(tokenizer, list(NOISE_SENTENCES), kind="words", length=400, depth=1.0, seed=row["seed"])
+        got = recall(model, tokenizer, case, partial(EvictingCache, model, "tova", 64))
+        full = recall(model, tokenizer, case, partial(full_cache, model))
+        stored = row["cases"][3]
+        assert stored["logprob"] == pytest.approx(got.logprob, abs=1e-4)
+        assert stored["full_logprob"] == pytest.approx(full.logprob, abs=1e-4)
+        assert stored["without_logprob"] == pytest.approx(logprob_without(model, tokenizer, case), abs=1e-4)
+        sums = [sum(case[name] for case in row["cases"]) for name in ("logprob", "full_logprob", "without_logprob")]
+        known = sums[1] - sums[2]
+        assert (
+            row["graded_recall"] == pytest.approx((sums[0] - sums[2]) / known)
+            if known > 0
+            else math.isnan(row["graded_recall"])
+        )
+        assert row["match"] == sum(case["match"] for case in row["cases"]) / 6
+    assert "question after the context's compression" in report.text()
+
+
 # -- resuming ----------------------------------------------------------------------------------------------------
 
 
@@ -371,10 +404,10 @@ def test_there_is_a_config_for_each_policy_and_for_each_kind_of_study():
 def test_the_configs_run_at_a_small_size(path, folder, articles, tmp_path, capsys):
     plan = load_plan(path)
     if plan.measure == "needle":
-        small = dataclasses.replace(plan.needle, lengths=(800,), depths=(0.5,))
+        small = dataclasses.replace(plan.needle, tasks=("passkey", "fact"), lengths=(300,), depths=(0.5,))
         plan = dataclasses.replace(plan, models=(str(folder),), needle=small, texts=(Source("noise"),), budgets=(128,))
         rows = run(plan, tmp_path / "out").rows
-        assert len(rows[0]["cases"]) == 3 * 3 + 2
+        assert [case["task"] for case in rows[0]["cases"]] == ["passkey", "fact"]
     else:
         config = tmp_path / path.name
         config.write_text(json.dumps({**yaml.safe_load(path.read_text()), "budgets": [64]}))
