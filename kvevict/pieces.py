@@ -39,7 +39,10 @@ def load_source(plan: Plan, source: Source) -> Text:
     """The text of a source; "noise" is a haystack without content."""
     if plan.measure == "needle" and source.source == NOISE:
         return Text(NOISE, " ".join(NOISE_SENTENCES))
-    return load_text(source.source)
+    text = load_text(source.source)
+    if plan.measure != "needle":
+        text.documents(source.documents)  # an error before any model is loaded
+    return text
 
 
 def make_pieces(plan: Plan, source: Source, text: Text, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[Piece]:

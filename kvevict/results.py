@@ -17,6 +17,9 @@ import transformers
 import kvevict
 from kvevict.errors import OutputError
 
+PARTS = "parts"
+"""The folder of finished parts: one file for each cell and piece, written whole or not at all."""
+
 
 def versions() -> dict[str, Any]:
     """What a number depends on beside the inputs."""
@@ -74,6 +77,30 @@ def finite(value: Any) -> Any:
 def json_line(value: Any) -> str:
     """One line of JSON; a number that is not finite is null."""
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of results.jsonl. Raises OutputError if there is none that can be read."""
+    try:
+        rows = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
+    except OSError as error:
+        raise OutputError(
+            f"no results in {str(folder)!r} ({error.strerror}): give the folder that a finished kvevict perplexity, "
+            "fidelity, needle or sweep wrote"
+        ) from error
+    except ValueError as error:
+        raise OutputError(f"results.jsonl in {str(folder)!r} is damaged: {error}") from error
+    return rows
+
+
+def read_parts(folder: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of a row's parts, by piece: "nats" holds a number for each predicted token."""
+    found = []
+    for path in sorted((folder / PARTS).glob("*.json")):
+        part = json.loads(path.read_text("utf-8"))
+        if all(row.get(name) == value for name, value in part["key"].items()):
+            found.append(part)
+    return [part["result"] for part in sorted(found, key=lambda part: (len(part["piece"]), part["piece"]))]
 
 
 def markdown_table(head: list[str], lines: list[list[str]]) -> str:

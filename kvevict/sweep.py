@@ -19,12 +19,9 @@ from kvevict.errors import OptionError
 from kvevict.models import load_model, revision
 from kvevict.pieces import Piece, load_source, make_pieces, measure_piece
 from kvevict.plan import Cell, Plan, Source
-from kvevict.results import check_folder, environment, save_files, versions
+from kvevict.results import PARTS, check_folder, environment, save_files, versions
 from kvevict.tables import Finished, Report
 from kvevict.text import Text
-
-PARTS = "parts"
-"""The folder of finished parts: one file for each cell and piece, written whole or not at all."""
 
 
 @dataclass(frozen=True)

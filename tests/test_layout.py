@@ -23,11 +23,12 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"layer"},
     {"observe"},
     {"cache"},
-    {"models", "plots", "testing", "protocols", "bootstrap", "results"},
+    {"models", "testing", "protocols", "bootstrap", "results"},
     {"text", "evaluation", "needles"},
     {"compare", "fidelity", "plan"},
     {"retrieval"},
-    {"pieces", "tables"},
+    {"plots"},
+    {"pieces", "tables", "figures"},
     {"sweep"},
     {"commands"},
     {"cli"},
@@ -35,7 +36,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
 MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "bootstrap", "fidelity", "results",
-             "needles", "retrieval", "plan", "pieces", "tables", "sweep", "commands"}  # fmt: skip  # one set
+             "needles", "retrieval", "plan", "pieces", "tables", "sweep", "figures", "commands"}  # fmt: skip  # one set
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
