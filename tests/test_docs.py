@@ -78,16 +78,20 @@ def test_first_block_evicts(tiny, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("example", "arguments"),
-    [("quickstart.py", ["--budget", "24", "--new", "4"]), ("your_own_policy.py", ["--new", "40"])],
+    ("example", "arguments", "last"),
+    [
+        ("quickstart.py", ["--budget", "24", "--new", "4"], "EvictingCache(policy="),
+        ("your_own_policy.py", ["--new", "40"], "EvictingCache(policy="),
+        ("perplexity.py", ["--text", str(ROOT / "README.md"), "--tokens", "80", "--budget", "16"], "after the budget"),
+    ],
 )
-def test_examples_run(example, arguments, tiny, monkeypatch, capsys):
+def test_examples_run(example, arguments, last, tiny, monkeypatch, capsys):
     if host.cache_argument(LlamaForCausalLM) != "cache":
         pytest.skip("examples are written for transformers 5.23 and later")
     path = ROOT / "examples" / example
     monkeypatch.setattr(sys, "argv", [str(path), "--model", str(tiny), *arguments])
     runpy.run_path(str(path), run_name="__main__")
-    assert "EvictingCache(policy=" in capsys.readouterr().out.splitlines()[-1]
+    assert last in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_every_example_is_run():
