@@ -26,7 +26,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"models", "testing", "protocols", "bootstrap", "results"},
     {"text", "evaluation", "needles"},
     {"compare", "fidelity", "plan"},
-    {"retrieval"},
+    {"retrieval", "metrics"},
     {"plots"},
     {"pieces", "tables", "figures"},
     {"sweep"},
@@ -35,8 +35,10 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "protocols", "bootstrap", "fidelity", "results",
-             "needles", "retrieval", "plan", "pieces", "tables", "sweep", "figures", "commands"}  # fmt: skip  # one set
+MEASURING = {
+    "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "metrics", "models", "needles", "pieces",
+    "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
+}  # fmt: skip  # names, many to a line
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
