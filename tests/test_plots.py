@@ -156,6 +156,11 @@ def test_a_folder_gives_every_picture_once_per_protection(folders):
         for name in ("perplexity-by-budget", "perplexity-after-budget-by-budget", "loss-by-position-budget-32",
                      "loss-by-position-budget-64")
     ]  # fmt: skip  # one list
+    for number, protection in (("1", {}), ("2", {"sinks": 2})):
+        rows = [row for row in read_rows(folders["perplexity"]) if row["protection"] == protection]
+        stored = [row["perplexity"] for row in rows if row["policy"] == "tova"]
+        drawn = dict(figures_of(folders["perplexity"]))[f"{number}-perplexity-by-budget"]
+        assert lines_of(drawn)["tova"][1] == stored and len(stored) == 2
     assert [name for name, _ in figures_of(folders["fidelity"])][:2] == ["1-kl-by-budget", "1-top1-agreement-by-budget"]
     assert "1-tova-64-match-map" in [name for name, _ in figures_of(folders["needle"])]
 
