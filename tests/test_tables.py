@@ -14,7 +14,7 @@ from kvevict.tables import Finished, Report
 
 CASES = 12
 KEY = {"model": "m", "text": "t", "text_sha256": "0", "documents_by": "whole", "tokens_most": None,
-       "documents_most": None, "protocol": "p", "kvevict": "1", "torch": "2", "transformers": "3"}  # fmt: skip  # one row
+       "documents_most": None, "protocol": "p", "kvevict": "1", "torch": "2", "transformers": "3"}  # fmt: skip  # a row
 
 
 def part(measure: str, name: str, piece: int, result: dict[str, Any], budget: int = 64, **protection: int) -> Finished:
@@ -22,7 +22,7 @@ def part(measure: str, name: str, piece: int, result: dict[str, Any], budget: in
     policy = None if name == "full cache" else make_policy(name, **protection)
     cell = Cell(name, policy, None if policy is None else budget, protection, 0, chunked(1))
     key = {**KEY, "measure": measure, "policy": name, "options": repr(policy), "budget": cell.budget,
-           "protection": protection, "seed": 0}  # fmt: skip  # one row
+           "protection": protection, "seed": 0}  # fmt: skip  # a row
     return Finished(cell, key, str(piece), result, {"seconds": 1.0})
 
 
