@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import doctest
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -174,6 +174,8 @@ def test_links_between_documents_lead_somewhere(document):
 def test_examples_in_docstrings_are_right(name):
     if host.cache_argument(LlamaForCausalLM) != "cache":
         pytest.skip("examples are written for transformers 5.23 and later")
+    if name == "kvevict.harness" and importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("the package lm-eval is not installed")
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import byte_tokenizer, reader
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 from transformers import DynamicCache
 
@@ -228,13 +229,15 @@ def test_bytes_and_words_of_tokens_add_up_to_those_of_the_text():
         assert part.bytes.equal(tokens.bytes[:most]) and part.words.equal(tokens.words[:most])
 
 
-def test_a_special_token_at_the_start_adds_no_bytes():
+@pytest.mark.parametrize(
+    ("form", "sizes", "words"),
+    [("<end> $A", [0, 1, 1, 1, 1], [0, 1, 0, 0, 1]), ("$A <end>", [1, 1, 1, 1, 0], [1, 0, 0, 1, 0])],
+)
+def test_special_tokens_add_no_bytes_and_no_words(form, sizes, words):
     tokenizer = byte_tokenizer()
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<end> $A", special_tokens=[("<end>", tokenizer.eos_token_id)]
+        single=form, special_tokens=[("<end>", tokenizer.eos_token_id)]
     )
     tokens = tokenize(tokenizer, "ab c")
-    assert tokens.bytes.tolist() == [0, 1, 1, 1, 1]
-    assert tokens.words.tolist() == [0, 1, 0, 0, 1]
+    assert tokens.bytes.tolist() == sizes
+    assert tokens.words.tolist() == words

@@ -26,7 +26,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"models", "testing", "protocols", "bootstrap", "results"},
     {"text", "evaluation", "needles"},
     {"compare", "fidelity", "plan"},
-    {"retrieval", "metrics"},
+    {"retrieval", "metrics", "harness"},
     {"plots"},
     {"pieces", "tables", "figures"},
     {"sweep"},
@@ -36,10 +36,10 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
 MEASURING = {
-    "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "metrics", "models", "needles", "pieces",
-    "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
+    "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "harness", "metrics", "models", "needles",
+    "pieces", "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
 }  # fmt: skip  # names, many to a line
-EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
+EXTRAS = {"datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:
