@@ -412,7 +412,7 @@ def test_the_configs_run_at_a_small_size(path, folder, articles, tmp_path, capsy
     else:
         config = tmp_path / path.name
         config.write_text(json.dumps({**yaml.safe_load(path.read_text()), "budgets": [64]}))
-        options = ["--model", str(folder), "--text", str(articles), "--tokens", "70", "--limit", "1"]
+        options = ["--model", str(folder), "--text", str(articles), "--tokens", "100", "--limit", "1"]
         assert main(["sweep", str(config), *options, "--output", str(tmp_path / "out")]) == 0
         assert "Written:" in capsys.readouterr().out
         rows = lines(tmp_path / "out" / "results.jsonl")
