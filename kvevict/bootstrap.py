@@ -12,8 +12,8 @@ from kvevict.errors import OptionError
 
 BLOCK = 64
 """Tokens per unit where the units are blocks: losses of neighbouring tokens are not independent."""
-FEWEST_DOCUMENTS = 10
-"""With fewer documents than this, an interval over documents says little, and the units are blocks."""
+FEWEST = 10
+"""With fewer units than this an interval is clearly too narrow; of fewer documents, blocks are the units."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ def paired_bootstrap(
     """The interval of mean(first) - mean(second), for values of the same tokens in the same documents.
 
     first, second: for each document, a value for each token: (P,), such as nats. The units that are drawn, with
-        replacement and the same for both, are documents if there are at least ``FEWEST_DOCUMENTS``, else blocks of
+        replacement and the same for both, are documents if there are at least ``FEWEST``, else blocks of
         ``BLOCK`` tokens within them. A unit weighs as many tokens as it has.
     cases: whether the documents are cases, drawn whole however few they are.
     level: the share of resampled differences between ``low`` and ``high``.
 
-    With few units a percentile interval is somewhat too narrow. Raises OptionError if the two differ in shape or are
+    With few units a percentile interval is too narrow. Raises OptionError if the two differ in shape or are
     empty.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993, https://doi.org/10.1201/9780429246593),
@@ -89,7 +89,7 @@ def units_of(documents: Sequence[Tensor]) -> tuple[list[Tensor], str]:
 
     A document's last block takes the tokens that are left over.
     """
-    if len(documents) >= FEWEST_DOCUMENTS:
+    if len(documents) >= FEWEST:
         return list(documents), f"{len(documents)} documents"
     units = []
     for values in documents:

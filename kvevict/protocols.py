@@ -178,7 +178,7 @@ def outgrown(seen: Tensor, budget: int | float) -> Tensor:
     """Which predictions were made after the budget was exceeded: those of forwards with more tokens before them.
 
     seen: (P,) of ``Protocol.seen``. A budget that is a share of the tokens seen is exceeded by all but the first
-    forward. Returns (P,) bool.
+    forward. A layer with less than the average budget may evict a little earlier. Returns (P,) bool.
     """
     return seen > (budget if isinstance(budget, int) else share_of(budget, seen))
 

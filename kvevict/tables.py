@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvevict.bootstrap import Interval, paired_bootstrap
+from kvevict.bootstrap import FEWEST, Interval, paired_bootstrap
 from kvevict.cache import human_bytes
 from kvevict.plan import Cell, Plan
 from kvevict.protocols import Protocol, outgrown
@@ -20,9 +20,6 @@ from kvevict.results import aligned_table, json_line, markdown_table
 from kvevict.retrieval import graded_recall
 
 Row = dict[str, Any]
-
-FEW = 10
-"""Units below which a percentile interval covers clearly less than it says."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ class Report:
                 f"Intervals are 95 % paired bootstrap intervals over {' / '.join(units)}. A tie is a difference whose "
                 'interval holds 0. "vs best" is against the best policy at the same budget and protection.'
             )
-            if min(int(each.split()[0]) for each in units) < FEW:
-                notes.append(f"Intervals over fewer than {FEW} units are too narrow: read more text.")
+            if min(int(each.split()[0]) for each in units) < FEWEST:
+                notes.append(f"Intervals over fewer than {FEWEST} units are too narrow: read more text.")
         notes += [f"{name} was left out: {reason}." for name, reason in self.left_out.items()]
         notes += [f"Text: {notice}." for notice in self.notices.values()]
         return [*notes, f"Made with {made}."]

@@ -217,6 +217,14 @@ def test_an_interrupted_command_says_how_to_go_on(asked, tmp_path, capsys, monke
     assert f"{tmp_path / 'out'}: the same command goes on from there" in capsys.readouterr().err
 
 
+def test_a_launcher_that_started_one_process_instead_of_several_is_told(asked, capsys, monkeypatch):
+    """`accelerate launch --cpu --num_processes 2` does this, without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert main(asked["perplexity"]) == 0
+    assert "it needs --multi_gpu" in capsys.readouterr().err
+
+
 def test_a_sweep_s_options_replace_what_its_file_says(folder, words, tmp_path):
     config = tmp_path / "plan.yaml"
     config.write_text("models: [none]\ntexts: [{source: none, tokens: 50}]\npolicies: [tova]\nbudgets: [16]\n")

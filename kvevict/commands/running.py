@@ -30,6 +30,8 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
         check_installed(model)
     if plan.device:
         check_device(plan.device)
+    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ:
+        say("accelerate started one process: for several on CPUs it needs --multi_gpu, and device cpu")
     first = os.environ.get("RANK", "0") == "0"  # of the processes of a launcher, one speaks for all
     with tqdm(
         disable=not first,
