@@ -87,12 +87,12 @@ class Comparison:
 
     def chart(self) -> bytes:
         """The bar chart of the perplexities, a PNG. Needs matplotlib."""
-        from kvevict.plots import perplexity_bars
+        from kvevict.plots import bars, picture
 
         full, *others = self.rows
         model, tokens, budget = (self.settings[name] for name in ("model", "tokens", "budget"))
         title = f"{model}\n{tokens} tokens, budget {budget}"
-        return perplexity_bars({row.name: row.perplexity for row in others}, full.perplexity, title)
+        return picture(bars({row.name: row.perplexity for row in others}, full.perplexity, title))
 
     def save(self, folder: Path) -> list[Path]:
         """Writes results.json, results.md and comparison.png, each whole or not at all; returns their paths.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ VALUES = {
 def figures_of(folder: Path) -> Iterator[tuple[str, Figure]]:
     """A name for the file, and the figure, for everything that can be drawn from the results in ``folder``.
 
-    For each model, text, protocol and protection: the measures against the budget; for one cache that reads the text
+    For each model, text, protocol and protection: the measures against the budget, or as bars at a
+    single one; for one cache that reads the text
     from its start, the loss by position at each budget; for needles, a map for each cache. Raises OutputError if
     there are no results.
     """
@@ -34,9 +36,12 @@ def figures_of(folder: Path) -> Iterator[tuple[str, Figure]]:
         measure = rows[0]["measure"]
         prefix = f"{number + 1}-"
         budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] is not None))
-        if budgets:
-            for value in VALUES[measure]:
-                yield f"{prefix}{value.replace('_', '-')}-by-budget", by_budget(rows, value)
+        for value in VALUES[measure] if budgets else ():
+            name = f"{prefix}{value.replace('_', '-')}"
+            if len(budgets) > 1:
+                yield f"{name}-by-budget", by_budget(rows, value)
+            else:
+                yield f"{name}-budget-{budgets[0]}", _bars(rows, value)
         if measure == "needle":
             for row in rows:
                 for value in VALUES[measure]:
@@ -65,6 +70,15 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
             for protection in protections
         ] or [full]
     return split
+
+
+def _bars(rows: list[Row], value: str) -> Figure:
+    from kvevict.plots import bars, title_of
+
+    numbers = {_label(row): math.nan if row.get(value) is None else float(row[value]) for row in rows}
+    full = next(_label(row) for row in rows if row["budget"] is None)
+    title = f"{title_of(rows[-1])}\nbudget {rows[-1]['budget']}"
+    return bars(numbers, numbers.pop(full), title, value)
 
 
 def _label(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -22,14 +23,25 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 BINS = 32
 """Points of a curve over positions: single tokens' losses scatter too much to be seen."""
 
+
+@dataclass(frozen=True)
+class Measure:
+    """How a column of results is named on an axis, and how its numbers are written."""
+
+    name: str
+    note: str
+    form: str = ".2f"
+
+
 MEASURED = {
-    "perplexity": ("Perplexity", "lower is better"),
-    "perplexity_after_budget": ("Perplexity of tokens after the budget was exceeded", "lower is better"),
-    "kl": ("KL divergence from the full cache (nats per token)", "lower is better"),
-    "top1_agreement": ("Predictions that rank the same token first (share)", "higher is better"),
-    "match": ("Answers found (share)", "higher is better"),
-    "graded_recall": ("Graded recall (0: without the fact, 1: full cache)", "higher is better"),
+    "perplexity": Measure("Perplexity", "lower is better"),
+    "perplexity_after_budget": Measure("Perplexity of tokens after the budget was exceeded", "lower is better"),
+    "kl": Measure("KL divergence from the full cache", "nats per token, lower is better", ".3f"),
+    "top1_agreement": Measure("Predictions that rank the same token first", "share, higher is better"),
+    "match": Measure("Answers found", "share, higher is better"),
+    "graded_recall": Measure("Graded recall", "0 without the fact, 1 full cache"),
 }
+"""The columns that can be drawn."""
 
 
 def by_budget(rows: Sequence[Mapping[str, Any]], value: str = "perplexity") -> Figure:
@@ -38,20 +50,22 @@ def by_budget(rows: Sequence[Mapping[str, Any]], value: str = "perplexity") -> F
     rows:  of results.jsonl, of one model, text, protocol and protection; rows of several seeds are drawn as their mean.
     value: the column to draw, of ``MEASURED``. Numbers that are not there leave a gap.
     """
-    name, better = MEASURED[value]
+    measure = MEASURED[value]
     lines: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         if row["budget"] is not None:
             lines.setdefault(row["policy"], {}).setdefault(row["budget"], []).append(_number(row.get(value)))
     full = [_number(row.get(value)) for row in rows if row["budget"] is None]
     budgets = sorted({budget for line in lines.values() for budget in line})
-    figure, axes = _empty(_title(rows[0]))
+    figure, axes = _empty(title_of(rows[0]))
     for number, (policy, line) in enumerate(lines.items()):
         means = [sum(line[budget]) / len(line[budget]) if budget in line else math.nan for budget in budgets]
         axes.plot(budgets, means, label=policy, **_style(number))
     shown = [each for line in lines.values() for values in line.values() for each in values]
     if full and math.isfinite(full[0]):
-        axes.axhline(full[0], color="black", linestyle="--", linewidth=1.2, label=f"full cache: {full[0]:.2f}")
+        axes.axhline(
+            full[0], color="black", linestyle="--", linewidth=1.2, label=f"full cache: {full[0]:{measure.form}}"
+        )
         shown.append(full[0])
     if budgets and min(budgets) > 0:
         axes.set_xscale("log", base=2)
@@ -60,7 +74,7 @@ def by_budget(rows: Sequence[Mapping[str, Any]], value: str = "perplexity") -> F
     shares = all(isinstance(budget, float) for budget in budgets)
     axes.set_xlabel("Budget (share of the tokens seen)" if shares else "Budget (tokens per KV head and layer)")
     scaled = _scale(axes, shown)
-    axes.set_ylabel(f"{name} ({better}{', log scale' if scaled else ''})")
+    axes.set_ylabel(_label(measure, scaled))
     _legend(axes)
     return figure
 
@@ -115,7 +129,7 @@ def needle_map(row: Mapping[str, Any], value: str = "match") -> Figure:
 
     grid = [[shown(cells[depth, length]) for length in lengths] for depth in depths]
     budget = "" if row["budget"] is None else f", budget {row['budget']}"
-    figure, axes = _empty(f"{row['policy']}{budget}\n{_title(row)}")
+    figure, axes = _empty(f"{row['policy']}{budget}\n{title_of(row)}")
     image = axes.imshow(grid, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
     for down, line in enumerate(grid):
         for right, each in enumerate(line):
@@ -125,8 +139,7 @@ def needle_map(row: Mapping[str, Any], value: str = "match") -> Figure:
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("Length of the prompt (tokens)")
     axes.set_ylabel("Depth of the needle (0%: the start)")
-    name, better = MEASURED[value]
-    figure.colorbar(image, ax=axes, label=f"{name}, {better}")
+    figure.colorbar(image, ax=axes, label=_label(MEASURED[value]))
     return figure
 
 
@@ -146,10 +159,15 @@ def _empty(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _title(row: Mapping[str, Any]) -> str:
+def title_of(row: Mapping[str, Any]) -> str:
+    """The model, the text, the protocol, and the protection of a row."""
     protection = ", ".join(f"{name}={value}" for name, value in row["protection"].items())
     kept = f", all keep {protection}" if protection else ""
     return f"{row['model']} on {row['text']}\n{row['protocol']}{kept}"
+
+
+def _label(measure: Measure, logarithmic: bool = False) -> str:
+    return f"{measure.name} ({measure.note}{', log scale' if logarithmic else ''})"
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -168,8 +186,8 @@ def _legend(axes: Axes) -> None:
 
 def _scale(axes: Axes, values: Iterable[float]) -> bool:
     """Makes the y axis logarithmic where small values could not be told apart; returns whether it did."""
-    positive = [value for value in values if math.isfinite(value) and value > 0]
-    if not positive or max(positive) <= LOG_FROM * min(positive):
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) <= 0 or max(finite) <= LOG_FROM * min(finite):
         return False
     axes.set_yscale("log")
     return True
@@ -189,32 +207,29 @@ def _binned(documents: Sequence[Sequence[float]], width: int) -> tuple[list[floa
     return [1 + each * width + (width - 1) / 2 for each in bins], [sum(sums[each]) / len(sums[each]) for each in bins]
 
 
-def perplexity_bars(perplexities: Mapping[str, float], full: float, title: str) -> bytes:
-    """A bar for each name with its value above, and the full cache's perplexity as a dashed line: a PNG.
+def bars(values: Mapping[str, float], full: float, title: str, value: str = "perplexity") -> Figure:
+    """A bar for each name with its value above, and the full cache's as a dashed line.
 
-    Values that are not finite are written as such, without a bar.
+    value: what is drawn, of ``MEASURED``. Values that are not finite are written as such, without a bar.
     """
-    names = list(perplexities)
-    values = list(perplexities.values())
-    finite = [value for value in [*values, full] if math.isfinite(value)] or [1.0]
-    figure = Figure(figsize=(max(6.4, 1.0 + 0.85 * len(names)), 5.2), layout="constrained")
+    measure = MEASURED[value]
+    finite = [each for each in [*values.values(), full] if math.isfinite(each)] or [1.0]
+    figure = Figure(figsize=(max(6.4, 1.0 + 0.85 * len(values)), 5.2), layout="constrained")
     FigureCanvasAgg(figure)  # no window, whatever backend is configured
     axes = figure.add_subplot()
-    logarithmic = max(finite) > LOG_FROM * min(finite)
-    bottom = min(finite) / 1.5 if logarithmic else 0.0
-    if logarithmic:
-        axes.set_yscale("log")
-        axes.set_ylim(bottom, max(finite) * 1.6)
-    else:
-        axes.set_ylim(0, max(finite) * 1.12)
-    heights = [value if math.isfinite(value) else bottom for value in values]
-    axes.bar(range(len(names)), heights, color="0.75", edgecolor="black", zorder=2)
-    for place, (value, height) in enumerate(zip(values, heights, strict=True)):
-        axes.text(place, height, f"{value:.2f}", ha="center", va="bottom", fontsize=9, zorder=3)
-    axes.axhline(full, color="black", linestyle="--", linewidth=1.2, zorder=4, label=f"full cache: {full:.2f}")
-    axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
-    axes.set_ylabel("Perplexity (lower is better" + (", log scale)" if logarithmic else ")"))
+    logarithmic = _scale(axes, finite)
+    bottom = min(finite) / 1.5 if logarithmic else min(0.0, *finite)
+    axes.set_ylim(bottom, max(finite) * 1.6 if logarithmic else max(max(finite) * 1.12, 1e-9))
+    heights = [each if math.isfinite(each) else bottom for each in values.values()]
+    axes.bar(range(len(values)), heights, color="0.75", edgecolor="black", zorder=2)
+    for place, (each, height) in enumerate(zip(values.values(), heights, strict=True)):
+        axes.text(place, height, f"{each:{measure.form}}", ha="center", va="bottom", fontsize=9, zorder=3)
+    if math.isfinite(full):
+        name = f"full cache: {full:{measure.form}}"
+        axes.axhline(full, color="black", linestyle="--", linewidth=1.2, zorder=4, label=name)
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
+    axes.set_xticks(range(len(values)), list(values), rotation=35, ha="right", rotation_mode="anchor")
+    axes.set_ylabel(_label(measure, logarithmic))
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
-    return picture(figure)
+    return figure

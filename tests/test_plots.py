@@ -15,7 +15,7 @@ from kvevict.cli import main
 from kvevict.errors import OutputError
 from kvevict.figures import figures_of
 from kvevict.plan import make_plan
-from kvevict.plots import COLOURS, DASHES, MARKERS, by_budget, loss_by_position, needle_map, picture
+from kvevict.plots import COLOURS, DASHES, MARKERS, bars, by_budget, loss_by_position, needle_map, picture
 from kvevict.policies import POLICIES
 from kvevict.results import read_parts, read_rows
 from kvevict.sweep import run_plan
@@ -87,6 +87,22 @@ def test_far_apart_values_are_on_a_logarithmic_axis_and_gaps_stay_gaps():
     assert axes_of(figure).get_yscale() == "log" and "log scale" in axes_of(figure).get_ylabel()
     assert math.isnan(lines_of(figure)["a"][1][1])
     assert axes_of(by_budget(rows[:1])).get_yscale() == "linear"
+
+
+def test_a_single_budget_is_drawn_as_bars(folders):
+    rows = read_rows(folders["fidelity"])
+    figure = dict(figures_of(folders["fidelity"]))["1-kl-budget-32"]
+    assert [bar.get_height() for bar in axes_of(figure).patches] == [rows[1]["kl"]]
+    assert [tick.get_text() for tick in axes_of(figure).get_xticklabels()] == ["tova"]
+    assert lines_of(figure) == {"full cache: 0.000": ([0, 1], [0, 0])}
+    assert "KL divergence" in axes_of(figure).get_ylabel() and "budget 32" in axes_of(figure).get_title()
+
+
+@pytest.mark.parametrize(("values", "scale"), [([1.0, 20.0], "log"), ([0.0, 20.0], "linear"), ([-0.5, 1.0], "linear")])
+def test_bars_are_logarithmic_only_where_they_can_be(values, scale):
+    axes = axes_of(bars(dict(zip("ab", values, strict=True)), 1.0, "title", "graded_recall"))
+    assert axes.get_yscale() == scale
+    assert axes.get_ylim()[0] <= min(values) and axes.get_ylim()[1] > max(values)
 
 
 def test_loss_by_position_is_the_mean_of_the_stored_nats():
@@ -161,7 +177,7 @@ def test_a_folder_gives_every_picture_once_per_protection(folders):
         stored = [row["perplexity"] for row in rows if row["policy"] == "tova"]
         drawn = dict(figures_of(folders["perplexity"]))[f"{number}-perplexity-by-budget"]
         assert lines_of(drawn)["tova"][1] == stored and len(stored) == 2
-    assert [name for name, _ in figures_of(folders["fidelity"])][:2] == ["1-kl-by-budget", "1-top1-agreement-by-budget"]
+    assert [name for name, _ in figures_of(folders["fidelity"])][:2] == ["1-kl-budget-32", "1-top1-agreement-budget-32"]
     assert "1-tova-64-match-map" in [name for name, _ in figures_of(folders["needle"])]
 
 
@@ -169,8 +185,8 @@ def test_the_command_writes_png_and_svg(folders, tmp_path, capsys):
     assert main(["plot", str(folders["fidelity"]), "--format", "png,svg", "--output", str(tmp_path)]) == 0
     written = capsys.readouterr().out.split()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(Path(path).name for path in written)
-    assert (tmp_path / "1-kl-by-budget.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "1-kl-by-budget.svg").read_text()
+    assert (tmp_path / "1-kl-budget-32.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "1-kl-budget-32.svg").read_text()
 
 
 def test_pictures_leave_the_user_s_matplotlib_alone():
