@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from kvevict.plan import Cell, Plan, Source
 from kvevict.results import PARTS, check_folder, environment, save_files, versions
 from kvevict.tables import Finished, Report
 from kvevict.text import Text
+
+PATIENCE = timedelta(days=7)
+"""How long a process waits for the others at the end; the default of half an hour would lose a long sweep's table."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def _processes(plan: Plan) -> tuple[Processes, str | None]:
     from accelerate import PartialState
 
     cpu = (plan.device or "").startswith("cpu") or not torch.cuda.is_available()
-    state = PartialState(cpu=cpu)
+    state = PartialState(cpu=cpu, timeout=PATIENCE)
     if plan.device == "auto":
         raise OptionError("device 'auto' spreads one model over all devices: run it in one process, without a launcher")
     return Processes(state.process_index, state.num_processes), plan.device or str(state.device)
