@@ -35,9 +35,9 @@ class Measure:
 
 MEASURED = {
     "perplexity": Measure("Perplexity", "lower is better"),
-    "perplexity_after_budget": Measure("Perplexity of tokens after the budget was exceeded", "lower is better"),
-    "kl": Measure("KL divergence from the full cache", "nats per token, lower is better", ".3f"),
-    "top1_agreement": Measure("Predictions that rank the same token first", "share, higher is better"),
+    "perplexity_after_budget": Measure("Perplexity after the budget", "lower is better"),
+    "kl": Measure("KL from the full cache", "nats per token, lower is better", ".3f"),
+    "top1_agreement": Measure("Top-1 agreement", "share, higher is better"),
     "match": Measure("Answers found", "share, higher is better"),
     "graded_recall": Measure("Graded recall", "0 without the fact, 1 full cache"),
 }
@@ -230,6 +230,6 @@ def bars(values: Mapping[str, float], full: float, title: str, value: str = "per
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
     axes.set_xticks(range(len(values)), list(values), rotation=35, ha="right", rotation_mode="anchor")
     axes.set_ylabel(_label(measure, logarithmic))
-    axes.set_title(title, fontsize=11)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=10)  # above the legend
     axes.spines[["top", "right"]].set_visible(False)
     return figure
