@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvevict import EvictingCache, OptionError
 from kvevict.evaluation import perplexity
-from kvevict.metrics import CACHED_PERPLEXITY, cached_perplexity
+from kvevict.metrics import CACHED_PERPLEXITY, text_perplexities
 
 TEXTS = ["The cat sat on a mat and saw a dog.", "It ran.", "Why? Nobody knows, and nobody asked the cat about it."]
 
@@ -52,19 +52,19 @@ def original(model, texts: list[str], start: bool, max_length: int | None = None
 @pytest.mark.parametrize("start", [True, False])
 @pytest.mark.parametrize("options", [{}, {"policy": "h2o", "budget": 200}, {"policy": "full", "budget": 8}])
 def test_at_full_budget_it_is_the_original_s_formula(folder, model, start, options):
-    found = cached_perplexity(TEXTS, str(folder), add_start_token=start, **options)
+    found = text_perplexities(TEXTS, str(folder), add_start_token=start, **options)
     expected = original(model, TEXTS, start)
     assert found["perplexities"] == pytest.approx(expected, rel=1e-5)
     assert found["mean_perplexity"] == pytest.approx(sum(expected) / 3, rel=1e-5)
 
 
 def test_texts_are_cut_to_the_longest_length(folder, model):
-    found = cached_perplexity(TEXTS, str(folder), max_length=10)["perplexities"]
+    found = text_perplexities(TEXTS, str(folder), max_length=10)["perplexities"]
     assert found == pytest.approx(original(model, TEXTS, True, 10), rel=1e-5)
 
 
 def test_a_policy_reads_each_text_through_a_cache_of_its_own(folder, model):
-    found = cached_perplexity(TEXTS, str(folder), policy="tova", budget=8, sinks=2, chunk=4)["perplexities"]
+    found = text_perplexities(TEXTS, str(folder), policy="tova", budget=8, sinks=2, chunk=4)["perplexities"]
     tokenizer = byte_tokenizer()
     for text, value in zip(TEXTS, found, strict=True):
         ids = torch.tensor([tokenizer.eos_token_id, *tokenizer(text)["input_ids"]])
@@ -84,23 +84,25 @@ def test_a_policy_reads_each_text_through_a_cache_of_its_own(folder, model):
 )
 def test_caches_that_cannot_be_made_are_refused(folder, options, message):
     with pytest.raises(OptionError, match=message):
-        cached_perplexity(TEXTS, str(folder), **options)
+        text_perplexities(TEXTS, str(folder), **options)
 
 
 def test_texts_without_a_token_to_predict_are_refused(folder):
     with pytest.raises(OptionError, match="'a' has no token to predict"):
-        cached_perplexity(["a"], str(folder), add_start_token=False)
+        text_perplexities(["a"], str(folder), add_start_token=False)
     with pytest.raises(OptionError, match="no texts"):
-        cached_perplexity([], str(folder))
+        text_perplexities([], str(folder))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("evaluate") is None, reason="the package evaluate is not installed")
 def test_evaluate_loads_and_computes_it(folder, tmp_path, monkeypatch):
     import evaluate
 
+    import kvevict.metrics.cached_perplexity.cached_perplexity  # noqa: F401 - its package hides nothing that it needs
+
     monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
     metric = evaluate.load(CACHED_PERPLEXITY, cache_dir=str(tmp_path / "cache"))
     found = metric.compute(predictions=TEXTS, model_id=str(folder), policy="tova", budget=8, chunk=4)
-    assert found == cached_perplexity(TEXTS, str(folder), policy="tova", budget=8, chunk=4)
+    assert found == text_perplexities(TEXTS, str(folder), policy="tova", budget=8, chunk=4)
     assert all(math.isfinite(value) for value in found["perplexities"])
     assert set(metric.features) == {"predictions"}

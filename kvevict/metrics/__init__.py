@@ -21,7 +21,7 @@ CACHED_PERPLEXITY = str(Path(__file__).parent / "cached_perplexity")
 """The folder of the metric, for ``evaluate.load``."""
 
 
-def cached_perplexity(
+def text_perplexities(
     texts: Sequence[str],
     model_id: str,
     *,

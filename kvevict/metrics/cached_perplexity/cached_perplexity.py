@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from kvevict.metrics import cached_perplexity
+from kvevict.metrics import text_perplexities
 
 DESCRIPTION = """
 The perplexity of each text, read through transformers' full cache or through a kvevict cache with a policy and a
@@ -40,4 +40,4 @@ class CachedPerplexity(evaluate.Metric):  # type: ignore[misc]  # evaluate is no
         )
 
     def _compute(self, predictions: list[str], model_id: str, **options: Any) -> dict[str, Any]:
-        return cached_perplexity(predictions, model_id, **options)
+        return text_perplexities(predictions, model_id, **options)
