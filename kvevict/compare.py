@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import os
-import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-import kvevict
 from kvevict.cache import EvictingCache, check_budget, human_bytes
-from kvevict.errors import OptionError, OutputError
+from kvevict.errors import OptionError
 from kvevict.evaluation import Result, perplexity
 from kvevict.policies import POLICIES, make_policy
 from kvevict.policies.base import Policy
+from kvevict.protocols import chunked
+from kvevict.results import aligned_table, environment, finite, markdown_table, save_files
 
 FULL_CACHE = "full cache"
 """The name of the row that the others are measured against: transformers' own cache, which forgets nothing."""
@@ -72,18 +66,13 @@ class Comparison:
 
     def table(self) -> str:
         """The rows as aligned text."""
-        cells = [COLUMNS, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-        lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        return aligned_table(list(COLUMNS), [_cells(row) for row in self.rows])
 
     def markdown(self) -> str:
         """The settings and the rows as Markdown."""
         lines = [f"# Policies at budget {self.settings['budget']}", ""]
         lines += [f"- {name.replace('_', ' ')}: {value}" for name, value in self.settings.items()]
-        lines += ["", "| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
-        lines += ["| " + " | ".join(_cells(row)) + " |" for row in self.rows]
+        lines += ["", markdown_table(list(COLUMNS), [_cells(row) for row in self.rows]).rstrip("\n")]
         lines += ["", *(f"Left out: `{name}` ({reason})." for name, reason in self.left_out.items())]
         return "\n".join([*lines, SPEED_NOTE]) + "\n"
 
@@ -94,16 +83,16 @@ class Comparison:
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "left_out": self.left_out,
         }
-        return json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+        return json.dumps(finite(document), indent=2, allow_nan=False) + "\n"
 
     def chart(self) -> bytes:
         """The bar chart of the perplexities, a PNG. Needs matplotlib."""
-        from kvevict.plots import perplexity_bars
+        from kvevict.plots import bars, picture
 
         full, *others = self.rows
         model, tokens, budget = (self.settings[name] for name in ("model", "tokens", "budget"))
         title = f"{model}\n{tokens} tokens, budget {budget}"
-        return perplexity_bars({row.name: row.perplexity for row in others}, full.perplexity, title)
+        return picture(bars({row.name: row.perplexity for row in others}, full.perplexity, title))
 
     def save(self, folder: Path) -> list[Path]:
         """Writes results.json, results.md and comparison.png, each whole or not at all; returns their paths.
@@ -115,13 +104,7 @@ class Comparison:
             "results.md": self.markdown().encode(),
             "comparison.png": self.chart(),
         }
-        check_folder(folder)
-        try:
-            for name, content in contents.items():
-                _write(folder / name, content)
-        except OSError as error:
-            raise OutputError(f"results cannot be written to {str(folder)!r}: {error.strerror}") from error
-        return [folder / name for name in contents]
+        return save_files(folder, contents)
 
 
 def choose(
@@ -141,7 +124,7 @@ def choose(
         policy = make_policy(given)
         if isinstance(given, str) and any(option.name == "seed" for option in dataclasses.fields(policy)):
             policy = make_policy(given, seed=seed)
-        name = given if isinstance(given, str) else _with_options(policy)
+        name = given if isinstance(given, str) else with_options(policy)
         if policy.evicts and isinstance(budget, int) and policy.least() > budget:
             reason = f"budget={budget} cannot hold the {policy.least()} tokens that {name} protects"
             if policies is not None:
@@ -197,35 +180,11 @@ def compare(
         **({"model": type(model).__name__} | (settings or {})),
         "tokens": ids.numel(),
         "budget": budget,
-        "protocol": f"chunked streaming (chunk={chunk}): {chunk} tokens per forward through one cache, "
-        "every token after the first is predicted",
+        "protocol": f"{chunked(chunk)}: one cache, every token after the first is predicted",
         "seed": seed,
         **environment(),
     }
     return Comparison(used, rows, left_out)
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine, as they go into results."""
-    return {
-        "kvevict": kvevict.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def check_folder(folder: Path) -> None:
-    """Makes ``folder`` if it is not there; raises OutputError if nothing can be written to it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OutputError(f"results cannot be written to {str(folder)!r}: {error.strerror}") from error
 
 
 def _row(name: str, policy: str, result: Result, full: Result) -> Row:
@@ -242,8 +201,8 @@ def _row(name: str, policy: str, result: Result, full: Result) -> Row:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
+def _cells(row: Row) -> list[str]:
+    return [
         row.name,
         f"{row.perplexity:.2f}",
         f"{row.change:+.1%}",
@@ -251,10 +210,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         human_bytes(row.peak_bytes),
         f"{row.tokens_per_second:.1f}",
         f"{row.speed:.2f}x",
-    )
+    ]
 
 
-def _with_options(policy: Policy) -> str:
+def with_options(policy: Policy) -> str:
     """The policy's name and the options that are not at their default: "h2o(recent=8)"."""
     changed = [
         f"{option.name}={getattr(policy, option.name)!r}"
@@ -263,24 +222,3 @@ def _with_options(policy: Policy) -> str:
     ]
     name = policy.name or type(policy).__name__
     return f"{name}({', '.join(changed)})" if changed else name
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replaces ``path`` in one step: a reader sees the old file or the new one."""
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        Path(unfinished).chmod(0o644)  # mkstemp lets only the owner read
-        Path(unfinished).replace(path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import os
@@ -127,6 +128,25 @@ def check_installed(name: str | None = None) -> None:
     packaged = PACKAGED.get(name or DEFAULT_MODEL)
     if packaged is not None:
         _part_files(name or DEFAULT_MODEL, packaged)
+
+
+def revision(name: str | None, model: PreTrainedModel) -> str:
+    """What tells these weights from others of the same name.
+
+    The Hub's commit, the version of the package, or for a folder "sha256:" and the hash of its weights and config.
+    """
+    packaged = PACKAGED.get(name or DEFAULT_MODEL)
+    if packaged is not None:
+        return f"{packaged.distribution} {_installed(packaged)}"
+    folder = Path(name or DEFAULT_MODEL).expanduser()
+    if not folder.is_dir():
+        return str(getattr(model.config, "_commit_hash", None) or "unknown")
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def cache_folder() -> Path:

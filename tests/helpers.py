@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from kvevict import EvictingCache, host
 from kvevict.policies import POLICIES, Policy, make_policy
@@ -60,6 +69,32 @@ def tiny(implementation: str = "sdpa", dtype: torch.dtype = torch.float32, seed:
     config = LlamaConfig(**{**shape, **options})
     config._attn_implementation = implementation
     return sharpened(LlamaForCausalLM(config)).to(dtype)
+
+
+def reader(vocabulary: int = 128, **options: Any) -> LlamaForCausalLM:
+    """A random Llama of two layers for tests that measure how it reads; the same numbers every time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    shape = {**sizes, **ends, "num_key_value_heads": 2, "vocab_size": vocabulary, **options}
+    return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, after "<end>"."""
+    alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def save_reader(folder: Path) -> Path:
+    """Saves ``reader()`` and ``byte_tokenizer()`` where commands can load them; returns the folder."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    reader(len(tokenizer), max_position_embeddings=4096).save_pretrained(folder)
+    return folder
 
 
 def text(rows: int = 1, length: int = sum(BLOCKS), seed: int = 1, vocabulary: int = VOCABULARY) -> Tensor:

@@ -9,45 +9,24 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from helpers import save_reader
 
 import kvevict
 from kvevict import text as text_module
 from kvevict.cli import main
 from kvevict.policies import POLICIES
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "ran", "to", "its", "old", "house"]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model of two layers that knows a few words."""
-    path = tmp_path_factory.mktemp("model")
-    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["[UNK]", *WORDS]))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(path)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=32,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_reader(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
+    """200 tokens."""
     path = tmp_path / "words.txt"
-    path.write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(200)))
+    path.write_text(("the cat sat on a mat and saw that dog; " * 6)[:200])
     return path
 
 
@@ -142,6 +121,117 @@ def test_a_missing_package_is_named(arguments, capsys, monkeypatch):
     )
     assert main(arguments) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# -- commands that run a plan --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(folder: Path, words: Path, tmp_path: Path) -> dict[str, list[str]]:
+    """Each command with what it needs."""
+    model = ["--model", str(folder), "--output", str(tmp_path / "out")]
+    text = ["--text", str(words), "--tokens", "100", "--policies", "h2o,tova", "--budget", "16,0.5"]
+    needle = ["--tasks", "fact", "--lengths", "200", "--depths", "0.5", "--policies", "tova", "--budget", "64"]
+    return {
+        "perplexity": ["perplexity", *model, *text],
+        "fidelity": ["fidelity", *model, *text, "--prompts", "1", "--prompt", "40", "--new", "3"],
+        "needle": ["needle", *model, *needle],
+    }
+
+
+@pytest.mark.parametrize("command", ["perplexity", "fidelity", "needle"])
+def test_commands_print_a_table_and_write_rows(command, asked, tmp_path, capsys):
+    assert main(asked[command]) == 0
+    printed, progress = capsys.readouterr()
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert {row["measure"] for row in rows} == {command}
+    budgets = [64] if command == "needle" else [16, 0.5]
+    policies = ["tova"] if command == "needle" else ["h2o", "tova"]
+    expected = [("full cache", None), *((policy, budget) for budget in budgets for policy in policies)]
+    assert [(row["policy"], row["budget"]) for row in rows] == expected
+    for policy in ("full cache", *policies):
+        assert any(line.startswith(policy) for line in printed.splitlines())
+    assert rows[0]["protocol"] in printed
+    assert "100%" in progress
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"results.jsonl", "results.md", "timings.jsonl", "parts"}
+
+
+def test_protocols_and_protection_reach_the_rows(asked, tmp_path):
+    extra = [
+        "--protocol",
+        "windows",
+        "--window",
+        "64",
+        "--stride",
+        "16",
+        "--chunk",
+        "8",
+        "--protect",
+        "sinks=2,recent=4",
+    ]
+    assert main([*asked["perplexity"], *extra]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert {row["protocol"] for row in rows} == {"strided windows (window=64, stride=16, chunk=8)"}
+    assert all(row["protection"] == {"sinks": 2, "recent": 4} for row in rows[1:])
+    assert all("sinks=2, recent=4" in row["options"] for row in rows[1:])
+
+
+def test_running_a_command_again_measures_nothing_again(asked, capsys, monkeypatch):
+    assert main(asked["perplexity"]) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr("kvevict.sweep.measure_piece", pytest.fail)
+    assert main(asked["perplexity"]) == 0
+    printed, said = capsys.readouterr()
+    assert printed == first and "5 of 5 parts" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "extra", "message"),
+    [
+        ("perplexity", ["--policies", "h20"], "did you mean 'h2o'?"),
+        ("perplexity", ["--budget", "0"], "budgets[0]: budget=0"),
+        ("perplexity", ["--protect", "sink=4"], "did you mean 'sinks'?"),
+        ("perplexity", ["--protocol", "windows", "--window", "64"], "needs stride"),
+        ("perplexity", ["--protocol", "blocks", "--window", "64"], "give chunk"),
+        ("perplexity", ["--documents", "articles"], "no WikiText titles"),
+        ("fidelity", ["--protocol", "streaming", "--chunk", "2"], "one token per forward"),
+        ("needle", ["--tasks", "singel"], "did you mean 'single'?"),
+        ("needle", ["--depths", "3"], "expected a depth from 0"),
+        ("needle", ["--lengths", "32"], "length=32 cannot hold"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_no_results(command, extra, message, asked, tmp_path, capsys):
+    assert main([*asked[command], *extra]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvevict: ")]
+    assert len(said) == 1 and message in said[0]
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+def test_an_interrupted_command_says_how_to_go_on(asked, tmp_path, capsys, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvevict.sweep.measure_piece", interrupted)
+    assert main(asked["perplexity"]) == 130
+    assert f"{tmp_path / 'out'}: the same command goes on from there" in capsys.readouterr().err
+
+
+def test_a_launcher_that_started_one_process_instead_of_several_is_told(asked, capsys, monkeypatch):
+    """`accelerate launch --cpu --num_processes 2` does this, without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert main(asked["perplexity"]) == 0
+    assert "it needs --multi_gpu" in capsys.readouterr().err
+
+
+def test_a_sweep_s_options_replace_what_its_file_says(folder, words, tmp_path):
+    config = tmp_path / "plan.yaml"
+    config.write_text("models: [none]\ntexts: [{source: none, tokens: 50}]\npolicies: [tova]\nbudgets: [16]\n")
+    arguments = ["sweep", str(config), "--model", str(folder), "--text", str(words), "--tokens", "60"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(row["model"], row["text"], row["predicted"]) for row in rows] == [(str(folder), "words.txt", 59)] * 2
 
 
 def test_policies_are_listed_with_what_they_keep(capsys):

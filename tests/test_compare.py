@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import reader
 from torch.nn import functional
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from kvevict import EvictingCache, KvevictError, OptionError, detach
 from kvevict import models as models_module
@@ -31,16 +32,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
-    return LlamaForCausalLM(config).eval()
+    return reader()
 
 
 @pytest.fixture

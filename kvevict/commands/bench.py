@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from kvevict import bench
-    from kvevict.compare import check_folder
+    from kvevict.results import check_folder
     from kvevict.models import check_device, check_installed, load_model
     from kvevict.policies import make_policy
 

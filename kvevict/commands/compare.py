@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from kvevict.commands.options import Commands, budget, names, need, positive, say
+from kvevict.commands.options import (
+    Commands,
+    add_model,
+    add_output,
+    add_text,
+    budget,
+    names,
+    need,
+    parser_of,
+    positive,
+    say,
+)
 
 TOKENS = 1024
 """Enough for every policy to evict most of the text at the default budget, in minutes on two cores."""
@@ -14,29 +24,23 @@ TOKENS = 1024
 
 def add(commands: Commands) -> None:
     """Declares the command."""
-    compare = commands.add_parser(
+    compare = parser_of(
+        commands,
         "compare",
-        help="measure every policy on a model and a text",
-        description="Read one text through every policy at one budget, and compare perplexity, memory and speed with "
-        "the full cache.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "measure every policy on a model and a text",
+        "Read one text through every policy at one budget, and compare perplexity, memory and speed with the full "
+        "cache.",
     )
     compare.set_defaults(run=run)
+    add_model(compare)
+    add_text(compare)
     add = compare.add_argument
-    add("--model", default="smollm2", help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id')
-    add(
-        "--text",
-        help='a text file, or "datasets:ID[:CONFIG[:SPLIT]]"; left out, it is WikiText-2, or Python\'s documentation '
-        "where that cannot be loaded",
-    )
     add("--budget", type=budget, default=128, help="tokens per KV head and layer, or a share of them such as 0.25")
     add("--tokens", type=positive, default=TOKENS, help="how many tokens of the text to read")
     add("--chunk", type=positive, default=32, help="tokens per forward; 1 is token by token, and slow")
     add("--policies", type=names, help="names separated by commas; all of them if left out")
-    add("--device", help='such as "cpu" or "cuda:0"; "auto" spreads the model; left out, CUDA if there is one')
-    add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="of the weights")
     add("--seed", type=int, default=0, help="of the policies that draw random numbers")
-    add("--output", type=Path, default=Path("kvevict-results"), help="folder for the table and the chart")
+    add_output(compare, "kvevict-results")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -46,8 +50,9 @@ def run(options: argparse.Namespace) -> None:
     import torch
     from tqdm import tqdm
 
-    from kvevict.compare import FULL_CACHE, SPEED_NOTE, check_folder, choose, compare
+    from kvevict.compare import FULL_CACHE, SPEED_NOTE, choose, compare
     from kvevict.models import check_device, check_installed, load_model
+    from kvevict.results import check_folder
     from kvevict.text import load_text
 
     # whatever can be wrong with the command is found before anything slow

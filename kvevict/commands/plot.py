@@ -1,0 +1,41 @@
+"""``kvevict plot``: pictures of finished results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvevict.commands.options import Commands, names, need, parser_of
+from kvevict.errors import OptionError
+
+FORMATS = ("png", "svg")
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    plot = parser_of(
+        commands,
+        "plot",
+        "draw the results of a finished command",
+        "Draw everything that a folder of results gives: measures against the budget, loss by position, needle maps.",
+    )
+    plot.set_defaults(run=run)
+    plot.add_argument("results", type=Path, help="the folder that perplexity, fidelity, needle or sweep wrote")
+    plot.add_argument("--format", type=names, default="png", help="png, svg, or both separated by a comma")
+    plot.add_argument("--output", type=Path, help="folder for the pictures; left out, figures/ in the results")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Draws and writes each picture."""
+    need("plot", "matplotlib")
+    from kvevict.figures import figures_of
+    from kvevict.plots import picture
+    from kvevict.results import save_files
+
+    for kind in options.format:
+        if kind not in FORMATS:
+            raise OptionError(f"format {kind!r}: there are {' and '.join(FORMATS)}")
+    folder = options.output or options.results / "figures"
+    for name, figure in figures_of(options.results):
+        for path in save_files(folder, {f"{name}.{kind}": picture(figure, kind) for kind in options.format}):
+            print(path)

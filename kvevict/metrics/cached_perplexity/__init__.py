@@ -1,0 +1,1 @@
+"""The metric ``cached_perplexity`` of ``evaluate``."""
