@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from kvevict import bench
-    from kvevict.results import check_folder
     from kvevict.models import check_device, check_installed, load_model
     from kvevict.policies import make_policy
+    from kvevict.results import check_folder
 
     policies = {name: make_policy(name) for name in options.policies}
     check_folder(options.output)
