@@ -100,6 +100,6 @@ def _rows(steps: Tensor, heavy: dict[int, list[int]]) -> Tensor:
         if step >= HEAVY_FROM:
             weights[row, heavy[max(HEAVY_FROM, step // REDRAW * REDRAW)]] += shares
 
-    weights += NOISE_MASS / steps
+    weights += NOISE_MASS / steps.double()
     weights.masked_fill_(~past, 0.0)
     return (weights / weights.cumsum(-1)[:, -1:]).float()  # cumsum adds from the first position on

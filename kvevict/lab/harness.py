@@ -193,16 +193,14 @@ class Lane:
             protection = self._protection(seen)
             if self.policy.consensus and self.trace.layers > 1:
                 scores = self._votes(scores, protection)
-            live = (self.positions[:, :, : self.slots] >= 0).sum(-1, keepdim=True)  # (B, H, 1)
-            if self._one_by_one and int((live - self.bounds).max()) <= 1:
-                gone = self._free_one(scores, protection, live)
-            else:
-                gone = self._free_many(scores, protection, live)
+            # where a budget is first outgrown, a layer with less than an average one may be many tokens over
+            many = not self._one_by_one or seen - 1 in self.budgets
+            gone = self._free_many(scores, protection) if many else self._free_one(scores, protection, seen)
             self.is_held.scatter_(2, gone + 1, False)
         for log, (at, head) in self._logged():
             log.evicted.append([] if gone is None else [each for each in gone[at, head].tolist() if each >= 0])
 
-    def _free_one(self, scores: Tensor, protection: Tensor | None, live: Tensor) -> Tensor:
+    def _free_one(self, scores: Tensor, protection: Tensor | None, seen: int) -> Tensor:
         """Frees the victim of each row that is over its budget; returns its position, -1 for none: (B, H, 1)."""
         positions = self.positions[:, :, : self.slots]
         barred = protection
@@ -211,27 +209,27 @@ class Lane:
             barred = empty if protection is None else protection | empty
         victim = selection.pick_victim(scores, positions, barred, may_be_empty=False)
         gone = positions.gather(2, victim)
-        stays = gone
-        if self._uneven:
-            over = live > self.bounds
-            stays, gone = gone.masked_fill(over, -1), gone.masked_fill(~over, -1)
-            positions.scatter_(2, victim, stays)
-        else:
+        if seen > self.largest:
             positions.scatter_(2, victim, -1)
-        return gone
+            return gone
+        over = self.bounds < seen
+        positions.scatter_(2, victim, gone.masked_fill(over, -1))
+        return gone.masked_fill(~over, -1)
 
-    def _free_many(self, scores: Tensor, protection: Tensor | None, live: Tensor) -> Tensor:
+    def _free_many(self, scores: Tensor, protection: Tensor | None) -> Tensor:
         """Frees as many as must or should go together; returns their positions, -1 for the others: (B, H, n)."""
         positions = self.positions[:, :, : self.slots]
-        order, going = self._going(scores, protection, live)
+        order, going = self._going(scores, protection)
         leaves = torch.zeros_like(going).scatter_(2, order, going) & (positions >= 0)
         gone = positions.masked_fill(~leaves, -1)
         positions.masked_fill_(leaves, -1)
         return gone
 
-    def _going(self, scores: Tensor, protection: Tensor | None, live: Tensor) -> tuple[Tensor, Tensor]:
+    def _going(self, scores: Tensor, protection: Tensor | None) -> tuple[Tensor, Tensor]:
         """Slots from the first to go to the last, and which of these ranks must go: both (B, H, n)."""
-        order = selection.eviction_order(scores, self.positions[:, :, : self.slots], protection)
+        positions = self.positions[:, :, : self.slots]
+        live = (positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
+        order = selection.eviction_order(scores, positions, protection)
         stay = torch.minimum(live - self.policy.at_once(self._told(self.bounds)), self.bounds)
         if protection is not None:
             stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
@@ -240,8 +238,7 @@ class Lane:
 
     def _votes(self, scores: Tensor, protection: Tensor | None) -> Tensor:
         """Scores by the vote of all heads of all layers, as ``kvevict.cache`` counts it: (B, 1, n)."""
-        live = (self.positions[:, :, : self.slots] >= 0).sum(-1, keepdim=True)
-        order, going = self._going(scores, protection, live)
+        order, going = self._going(scores, protection)
         cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)  # (B, n)
         votes = cast.unflatten(0, (self.trace.layers, self.per_layer)).sum(0)  # (R, n)
         return -votes.repeat(self.trace.layers, 1).unsqueeze(1)
@@ -368,13 +365,15 @@ def heaviest(weights: Tensor, start: int, *, own: bool) -> Tensor:
 def reads_keys(policy: Policy) -> bool:
     """Whether the policy fails on tokens without keys and values, and works on tokens with them."""
 
-    def works(**given: Tensor) -> bool:
+    budget = max(2, policy.least())
+
+    def works(content: Tensor | None) -> bool:
         positions = torch.arange(2)[None, None]  # (1, 1, 2)
         columns = {
             name: torch.full((1, 1, 2, *column.shape), column.fill, dtype=column.dtype or torch.float32)
-            for name, column in policy.columns(2**31).items()
+            for name, column in policy.columns(budget).items()
         }
-        held = Held(positions=positions, seen=2, budget=2**31, prompt=PROMPT, columns=columns, **given)
+        held = Held(positions, seen=2, budget=budget, prompt=PROMPT, keys=content, values=content, columns=columns)
         try:
             policy.admit(held)
             policy.score(held)
@@ -382,8 +381,7 @@ def reads_keys(policy: Policy) -> bool:
             return False
         return True
 
-    content = torch.ones(1, 1, 2, 4)
-    return not works() and works(keys=content, values=content)
+    return not works(None) and works(torch.ones(1, 1, 2, 4))
 
 
 def _wide(index: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,151 @@
+"""``kvevict simulate``: every policy on one trace of attention, in lockstep."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvevict.commands.options import Commands, names, positive, say
+
+if TYPE_CHECKING:
+    from kvevict.lab.traces import Trace
+    from kvevict.policies.base import Policy
+
+BUDGETS = "256,512,1024"
+
+
+def numbers(given: str) -> list[int]:
+    """Integers separated by commas; "1-5" is a range."""
+    found: list[int] = []
+    for part in names(given):
+        first, dash, last = part.partition("-")
+        found += range(int(first), int(last) + 1) if dash else [int(part)]
+    return found
+
+
+numbers.__name__ = "list of numbers"  # argparse: "invalid list of numbers value: 'x'"
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    simulate = commands.add_parser(
+        "simulate",
+        help="step policies over a trace of attention",
+        description="Step policies over one trace of attention at several budgets, with the bounds of what any policy "
+        "could do, and compare retained attention mass and heavy-hitter recall. No model runs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    simulate.set_defaults(run=run)
+    add = simulate.add_argument
+    add("trace", help='"decode-4096" (or any decode-N), a pattern such as "mixed", or a folder of kvevict capture')
+    add("--budgets", type=numbers, default=BUDGETS, help="tokens per KV head, separated by commas")
+    add(
+        "--policies",
+        type=names,
+        help='names separated by commas; "catalogue" for the policybook catalogue\'s options (the default for decode '
+        'traces), "catalogue:NAME" for one of them, "all" for every policy at its defaults (the default for others)',
+    )
+    add("--policy", action="append", default=[], metavar="FILE:NAME", help="a policy of yours; may be repeated")
+    add("--seeds", type=numbers, help="of synthetic traces, such as 7 or 1-5; the table then has mean and spread")
+    add("--length", type=positive, help="tokens; left out, the trace's own")
+    add("--no-bounds", action="store_true", help="leave out the rows oracle and random")
+    add("--output", type=Path, default=Path("kvevict-results"), help="folder for the table")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Simulates, prints the table and writes the files."""
+    from kvevict.compare import check_folder
+    from kvevict.lab.simulation import check_budgets, choose, simulate
+    from kvevict.lab.traces import named_trace
+
+    trace = named_trace(options.trace, length=options.length, seeds=options.seeds)
+    budgets = check_budgets(options.budgets, trace)
+    policies = chosen_policies(options.policies, options.policy)
+    lenient = "all" in (options.policies or [])
+    chosen, _ = choose(trace, policies, budgets, lenient=lenient)
+    check_folder(options.output)
+    say(f"{trace.name}: {describe(trace)}; {len(chosen)} policies at budgets {', '.join(map(str, budgets))}")
+    lanes = len(chosen) + (0 if options.no_bounds else 1 + ("random" not in chosen))
+    with progress_bar(lanes * trace.steps) as progress:
+        result = simulate(trace, policies, budgets, lenient=lenient, bounds=not options.no_bounds, progress=progress)
+    result.notes.append(said_of_options(result.names, policies, trace))
+    files = result.save(options.output)
+    print(result.table())
+    print()
+    for name, reason in result.left_out.items():
+        print(f"{name} was left out: {reason}")
+    print(*result.notes, sep="\n")
+    print("Written:", ", ".join(map(str, files)))
+
+
+def chosen_policies(given: list[str] | None, files: list[str]) -> dict[str, Policy] | None:
+    """The policies by the names of their rows, or None for the trace's default."""
+    from kvevict.errors import OptionError
+    from kvevict.lab.catalogue import CATALOGUE
+    from kvevict.lab.userfile import load_policy
+    from kvevict.policies import POLICIES, make_policy
+
+    if given is None and not files:
+        return None
+    chosen: dict[str, Policy] = {}
+    alone = given is not None and all(name.startswith("catalogue") for name in given)
+    for name in given or []:
+        group, _, one = name.partition(":")
+        if name == "all":
+            chosen |= {each: make_policy(each) for each in POLICIES}
+        elif group == "catalogue":
+            if one and one not in CATALOGUE:
+                raise OptionError(f"the catalogue has no policy {one!r}; it has: {', '.join(CATALOGUE)}")
+            for each in [one] if one else CATALOGUE:
+                chosen[each if alone else f"catalogue:{each}"] = CATALOGUE[each]
+        else:
+            chosen[name] = make_policy(name)
+    for file in files:
+        name, policy = load_policy(file)
+        if name in chosen:
+            raise OptionError(f"two policies are called {name!r}: give one of them another name")
+        chosen[name] = policy
+    return chosen
+
+
+def said_of_options(names: list[str], policies: dict[str, Policy] | None, trace: Trace) -> str:
+    """Whose options the rows were run with."""
+    from kvevict.lab.catalogue import CATALOGUE
+
+    catalogue = policies is None and trace.name.startswith("decode-")
+    if policies is not None:
+        catalogue = all(CATALOGUE.get(name) is policy for name, policy in policies.items())
+    if catalogue:
+        return "Policies have the options of the policybook catalogue; --policies all runs them at their defaults."
+    return "Policies are at their defaults; rows named catalogue:… have the options of the policybook catalogue."
+
+
+def describe(trace: Trace) -> str:
+    """The size of a trace in words."""
+    words = [f"{trace.length} tokens"]
+    if trace.layers > 1 or trace.heads > 1:
+        words.append(f"{trace.layers} layers of {trace.heads * trace.group} heads over {trace.heads} KV heads")
+    if trace.runs > 1:
+        words.append(f"{trace.runs} seeds")
+    return ", ".join(words)
+
+
+@contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar where tqdm is installed, else nothing: the simulator needs no extras."""
+    if importlib.util.find_spec("tqdm") is None:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=steps, unit=" steps", mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True) as bar:
+
+        def advance(done: int) -> None:
+            bar.update(done)
+
+        yield advance

@@ -1,0 +1,512 @@
+"""The simulator against the published table, against a slow twin, and against the layer that runs inside models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers import HEADS, KV_HEADS, LAYERS, NAMES, small, tiny
+
+from kvevict import ALL_QUERIES, EvictingCache, OptionError, Policy, PolicyError
+from kvevict.cli import main
+from kvevict.lab.catalogue import CATALOGUE, PUBLISHED_RECALL, PUBLISHED_RETAINED, CataloguePyramidKV
+from kvevict.lab.decode import decode_rows
+from kvevict.lab.harness import Lane, heaviest, prepared, reads_keys
+from kvevict.lab.simulation import Simulation, simulate
+from kvevict.lab.traces import Block, Trace, decode_trace, named_trace
+from kvevict.policies import H2O, POLICIES, TOVA, AdaptiveEMA, Full, Scissorhands, SlidingWindow, make_policy
+
+# -- the published table ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published() -> Simulation:
+    return simulate(decode_trace())
+
+
+def test_every_published_figure_is_reproduced(published):
+    for (name, budget), figure in PUBLISHED_RETAINED.items():
+        assert round(published.row(name, budget).retained, 4) == figure, (name, budget)
+    for (name, budget), figure in PUBLISHED_RECALL.items():
+        assert round(published.row(name, budget).recall, 4) == figure, (name, budget)
+    assert round(published.row("tova", 512).recall, 4) == 0.9098
+
+
+def test_the_oracle_reaches_what_no_online_policy_does(published):
+    for budget, figure in zip((256, 512, 1024), (0.9618, 0.9692, 0.9798), strict=True):
+        assert round(published.row("oracle", budget).retained, 4) == figure
+        assert published.row("oracle", budget).recall == 1.0
+        others = [published.row(name, budget).retained for name in published.names if name != "oracle"]
+        assert max(others) < figure
+        assert published.row("random", budget).retained == min(others)
+
+
+def test_the_note_tells_how_far_the_published_figures_are(published):
+    (note,) = [note for note in published.notes if note.startswith("Published")]
+    assert re.search(r"22 compared, largest difference 0\.0000[0-4]\d;", note)
+
+
+def test_h2o_by_recent_tokens_as_published():
+    policies = {str(recent): H2O(recent=recent) for recent in (16, 64, 128)}
+    result = simulate(decode_trace(), policies, [256], bounds=False)
+    assert [round(row.retained, 4) for row in result.rows] == [0.4847, 0.7712, 0.7745]
+
+
+# -- a slow twin of the catalogue, in plain Python --------------------------------------------------------------------
+
+Chooser = Callable[[list[int], dict[int, list[float]], int], int]
+
+
+def lowest(scores: dict[int, float]) -> int:
+    return min(scores, key=lambda position: (scores[position], position))
+
+
+def older(held: list[int], t: int, recent: int) -> list[int]:
+    return [position for position in held if position <= t - recent]
+
+
+def snap(held: list[int], seen: dict[int, list[float]], t: int) -> int:
+    sums = [sum(seen[position][-16:]) for position in held]
+    pooled = {position: max(sums[max(0, i - 3) : i + 4]) for i, position in enumerate(held)}
+    return lowest({position: pooled[position] for position in older(held, t, 32)})
+
+
+def tova(held: list[int], seen: dict[int, list[float]], t: int) -> int:
+    return lowest({position: seen[position][-1] for position in held if position != t})
+
+
+# `seen` is what each held position got at each step since it joined, Scissorhands' marks appended as a second list
+CHOOSERS: dict[str, Chooser] = {
+    "sliding_window": lambda held, seen, t: held[0],
+    "streaming_llm": lambda held, seen, t: next(position for position in held if position >= 4),
+    "h2o": lambda held, seen, t: lowest({p: sum(seen[p]) for p in older(held, t, 32)}),
+    "tova": tova,
+    "snapkv": snap,
+    "pyramidkv": snap,
+}
+
+
+def drive_slowly(name: str, rows: list[list[float]], budget: int) -> tuple[float, float, list[int]]:
+    """Retained mass, recall and the evicted positions in order, by lists and one victim at a time."""
+    held, seen, marks = [0], {0: []}, {0: 0}
+    mass, hits, possible, evicted = 0.0, 0, 0, []
+    for t, row in enumerate(rows, 1):
+        mass += sum(row[position] for position in held)
+        heavy = sorted(range(t), key=lambda position: (-row[position], position))[:32]
+        hits, possible = hits + len(set(heavy) & set(held)), possible + len(heavy)
+        for position in held:
+            seen[position].append(row[position])
+            marks[position] += row[position] > 1 / len(held)
+        held.append(t)
+        seen[t], marks[t] = [], 0
+        if len(held) > budget:
+            if name == "scissorhands":
+                victim = lowest({p: marks[p] for p in older(held, t, 32)})
+            else:
+                victim = CHOOSERS[name](held, seen, t)
+            held.remove(victim)
+            evicted.append(victim)
+    return mass / len(rows), hits / possible, evicted
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_each_catalogue_policy_does_what_a_slow_twin_does(name):
+    length, budgets = 700, [48, 96]
+    rows = [block[i, : start + i].tolist() for start, block in decode_rows(11, length) for i in range(len(block))]
+    trace = decode_trace(length, [11])
+    result = simulate(trace, {name: CATALOGUE[name]}, budgets, bounds=False, log=(0, 0))
+    for budget in budgets:
+        retained, recall, evicted = drive_slowly(name, rows, budget)
+        assert [p for step in result.logs[name, budget].evicted for p in step] == evicted
+        assert result.row(name, budget).retained == pytest.approx(retained, abs=1e-12)
+        assert result.row(name, budget).recall == pytest.approx(recall, abs=1e-12)
+
+
+def test_the_catalogue_has_its_own_layer_budgets():
+    assert CataloguePyramidKV(window=16, recent=32).layer_budgets(100, 4) == [160, 120, 80, 40]
+    assert CataloguePyramidKV(window=16, recent=32).layer_budgets(40, 4) == [64, 48, 33, 33]  # at least recent + 1
+    assert CataloguePyramidKV().layer_budgets(100, 1) == [100]
+    with pytest.raises(OptionError, match="ratio"):
+        CataloguePyramidKV(ratio=0)
+
+
+# -- the layer that runs inside models --------------------------------------------------------------------------------
+
+
+def random_trace(length: int = 40, runs: int = 1, seed: int = 0) -> Trace:
+    """Attention of three layers of four heads over two KV heads, with random keys, in float32 as in a model."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(LAYERS * runs, KV_HEADS, HEADS // KV_HEADS, length, length, generator=generator)
+    weights = logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1)
+    keys = torch.randn(LAYERS * runs, KV_HEADS, length, 16, generator=generator)
+
+    def blocks(size: int = 7):
+        for a in range(0, length, size):
+            b = min(a + size, length)
+            yield Block(a, weights[:, :, :, a:b, :b], keys[:, :, a:b], keys[:, :, a:b])
+
+    return Trace(
+        "random attention",
+        length,
+        blocks,
+        runs,
+        LAYERS,
+        KV_HEADS,
+        HEADS // KV_HEADS,
+        dtype=torch.float32,
+        has_keys=True,
+    )
+
+
+def kept_by_cache(policy: Policy, trace: Trace, budget: int) -> list[list[torch.Tensor]]:
+    """What each layer of a real cache keeps after each token, shown the trace's rows restricted to what it holds."""
+    cache = EvictingCache(tiny(), policy, budget)
+    kept = []
+    (whole,) = [torch.cat([torch.nn.functional.pad(b.weights, (0, trace.length - b.weights.shape[-1]))
+                           for b in trace.blocks()], 3)]  # fmt: skip
+    keys = torch.cat([block.keys for block in trace.blocks()], 2)
+    for t in range(trace.length):
+        for layer in cache.evicting_layers:
+            own = keys[layer.index, None, :, t : t + 1]
+            layer.update(own, own)
+            slots = layer.slot_positions  # (1, H, L)
+            row = whole[layer.index, None, :, :, t]  # (1, H, G, W)
+            shown = row.gather(-1, slots.clamp_min(0)[:, :, None].expand(-1, -1, row.shape[2], -1))
+            shown = shown * (slots >= 0)[:, :, None]
+            layer.observe([(0, shown[:, :, :, None])] if layer.wanted else [])
+            cache.settle(layer)
+        kept.append([layer.kept_positions()[0] for layer in cache.evicting_layers])
+    return kept
+
+
+def kept_by_lane(lane: Lane, layer: int, budget: int) -> list[list[int]]:
+    """What each KV head of a layer holds now."""
+    held = lane.positions[layer * lane.per_layer + budget]
+    return [sorted(position for position in head if position >= 0) for head in held.tolist()]
+
+
+class Stepped(Lane):
+    """A lane that remembers what it held after every step."""
+
+    def _evict(self, seen: int) -> None:
+        super()._evict(seen)
+        history = vars(self).setdefault("history", [])
+        history.append([[kept_by_lane(self, layer, b) for layer in range(LAYERS)] for b in range(len(self.budgets))])
+
+
+EXTRA = {
+    "scissorhands, one by one": Scissorhands(window=None, drop=0, recent=2),
+    "adaptive_ema, protected": AdaptiveEMA(sinks=2, recent=3, protect_prompt="whole"),
+    "h2o, protected": H2O(sinks=1, recent=3, protect_prompt=0.25),
+    "the catalogue's pyramid": CataloguePyramidKV(window=3, kernel=3, recent=2),
+}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *EXTRA])
+def test_a_lane_keeps_what_the_cache_keeps_step_by_step(name):
+    policy = EXTRA[name] if name in EXTRA else small(name)
+    trace, budgets = random_trace(), [9, 14]
+    lane = Stepped(policy, trace, budgets)
+    for block in trace.blocks():
+        lane.run(block, *prepared(block, trace))
+    for at, budget in enumerate(budgets):
+        expected = kept_by_cache(policy, trace, budget)
+        for t, layers in enumerate(expected):
+            got = vars(lane)["history"][t][at]
+            assert got == [[[p for p in head if p >= 0] for head in layer.tolist()] for layer in layers], (budget, t)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_side_by_side_are_rows_alone(name):
+    policy = small(name)
+    together = simulate(random_trace(), {name: policy}, [9, 12], bounds=False)
+    for budget in (9, 12):
+        alone = simulate(random_trace(), {name: policy}, [budget], bounds=False)
+        for measure in ("retained", "recall"):
+            one, other = (getattr(result.row(name, budget), measure) for result in (together, alone))
+            assert one == pytest.approx(other, abs=1e-7)  # float32 weights are added in another order
+
+
+def test_seeds_side_by_side_are_seeds_alone():
+    together = simulate(decode_trace(400, [1, 2, 3]), budgets=[64])
+    for run, seed in enumerate([1, 2, 3]):
+        alone = simulate(decode_trace(400, [seed]), budgets=[64])
+        for name in together.names:
+            row = alone.row(name, 64)
+            assert together.row(name, 64).by_run[run] == pytest.approx((row.retained, row.recall), abs=1e-12), name
+
+
+# -- the measures -----------------------------------------------------------------------------------------------------
+
+
+def by_hand(*rows: list[float]) -> Trace:
+    """One head whose query at position t gives rows[t]."""
+    weights = torch.zeros(1, 1, 1, len(rows), len(rows), dtype=torch.float64)
+    for t, row in enumerate(rows):
+        weights[0, 0, 0, t, : len(row)] = torch.tensor(row)
+    return Trace("by hand", len(rows), lambda: iter([Block(0, weights)]))
+
+
+def test_mass_and_recall_by_hand():
+    trace = by_hand([1.0], [0.5, 0.5], [0.25, 0.25, 0.5], [0.7, 0.1, 0.1, 0.1])
+    result = simulate(trace, {"window": SlidingWindow()}, [2], bounds=False, log=(0, 0))
+    # before query 3 acts, positions 1, 2 and its own are held: position 0 left after query 2
+    assert result.logs["window", 2].evicted == [[], [], [0], [1]]
+    assert result.logs["window", 2].mass == pytest.approx([1, 1, 1, 0.3])
+    assert result.row("window", 2).retained == pytest.approx(3.3 / 4)
+    assert result.row("window", 2).recall == pytest.approx(9 / 10)
+
+
+def test_the_oracle_keeps_what_is_still_needed():
+    trace = by_hand([1.0], [0.1, 0.9], [0.1, 0.8, 0.1], [0.1, 0.0, 0.0, 0.9], [0.9, 0.0, 0.0, 0.0, 0.1])
+    result = simulate(trace, {"tova": TOVA()}, [2], log=(0, 0))
+    assert [each for each in result.logs["oracle", 2].evicted if each] == [[1], [2], [0]]
+    assert result.row("oracle", 2).retained == pytest.approx(1.0)
+    assert result.row("tova", 2).retained < 1
+
+
+def test_heavy_hitters_are_the_largest_and_ties_go_to_the_lower_position():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(0, 6, (2, 1, 1, 80, 80), generator=generator).double()
+    found = heaviest(weights, 0, own=True)
+    for i in range(80):
+        row = weights[1, 0, 0, i, : i + 1].tolist()
+        expected = sorted(range(i + 1), key=lambda position: (-row[position], position))[:32]
+        assert sorted(p for p in found[1, 0, 0, i].tolist() if p <= i) == sorted(expected)
+
+
+def test_a_budget_of_the_whole_trace_and_the_full_policy_keep_everything():
+    trace = random_trace()
+    for row in simulate(trace, {"full": Full(), "h2o": H2O()}, [trace.length], bounds=False).rows:
+        assert (row.retained, row.recall) == (pytest.approx(1), 1)
+    assert simulate(trace, {"full": Full()}, [4], bounds=False).row("full", 4).recall == 1
+
+
+def test_by_layer_and_by_head_average_to_the_row():
+    row = simulate(random_trace(), {"h2o": H2O()}, [9], bounds=False).row("h2o", 9)
+    assert len(row.by_layer) == LAYERS and len(row.by_head[0]) == HEADS
+    assert sum(layer[0] for layer in row.by_layer) / LAYERS == pytest.approx(row.retained)
+    assert sum(map(sum, row.by_head)) / (LAYERS * HEADS) == pytest.approx(row.retained)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Policy):
+    """Keeps nothing sensible."""
+
+    how: str = ""
+
+    @property
+    def queries(self) -> int:
+        return ALL_QUERIES
+
+    def observe(self, held, rows):
+        if self.how == "evicts":
+            held.positions[:, :, 0] = -1
+        if self.how == "observe":
+            raise RuntimeError("no luck")
+
+    def score(self, held):
+        return {
+            "shape": held.positions[:, :, :-1],
+            "nan": held.positions * float("nan"),
+            "none": None,
+            "bool": held.positions > 3,
+            "needs an int": held.positions if self.how != "needs an int" else torch.zeros(held.budget),
+        }.get(self.how, held.positions)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("evicts", "observe.. wrote to held.positions: a policy scores"),
+        ("shape", r"score\(\) gave \(2, 1, 8\) for layer 0"),
+        ("nan", "gave NaN for a token of layer 0 at step 8"),
+        ("none", "gave NoneType"),
+        ("bool", "gave torch.bool"),
+        ("observe", "observe.. failed on trace decode-60: RuntimeError: no luck"),
+        ("needs an int", r"held.budget is a \(B, 1, 1\) tensor here"),
+    ],
+)
+def test_a_broken_policy_is_named_and_told_what_is_wrong(how, said):
+    with pytest.raises(PolicyError, match=said) as caught:
+        simulate(decode_trace(60), {"mine": Broken(how=how)}, [8, 16])
+    assert "Broken." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        ([300], "budget=300 is above the 200 tokens of decode-200, so nothing would be evicted: give at most 200"),
+        ([0], "budget=0"),
+        ([True], "budget=True"),
+        ([0.5], "budget=0.5: give a number of tokens"),
+        ([], "at least one"),
+        ([8, 8], "each once"),
+    ],
+)
+def test_bad_budgets_are_refused(budgets, said):
+    with pytest.raises(OptionError, match=re.escape(said)):
+        simulate(decode_trace(200), ["tova"], budgets)
+
+
+def test_policies_that_need_keys_are_refused_by_name_and_left_out_by_default():
+    assert [name for name in POLICIES if reads_keys(make_policy(name))] == ["key_norm"]
+    with pytest.raises(OptionError, match="key_norm reads keys or values, and decode-200 has attention weights only"):
+        simulate(decode_trace(200), ["key_norm"], [64])
+    assert simulate(named_trace("mixed"), budgets=[64]).left_out.keys() == {"key_norm"}
+
+
+class Steep(SlidingWindow):
+    def layer_budgets(self, budget, layers, prompt=None):
+        return [budget // (1 + layer) for layer in range(layers)]
+
+
+def test_protections_that_do_not_fit_are_refused_and_left_out_by_default():
+    with pytest.raises(OptionError, match="a budget of 16 cannot hold the 32 tokens that snapkv protects"):
+        simulate(decode_trace(200), ["snapkv"], [64, 16])
+    assert {"snapkv", "pyramidkv"} <= simulate(decode_trace(200), budgets=[64, 16]).left_out.keys()
+    with pytest.raises(OptionError, match=r"a budget of 3 tokens cannot hold the 4 that Steep\(.*protects"):
+        simulate(random_trace(), {"steep": Steep(sinks=4)}, [9])
+
+
+def test_near_names_of_policies_are_given():
+    with pytest.raises(OptionError, match="did you mean 'h2o'"):
+        simulate(decode_trace(200), ["h20"], [64])
+    with pytest.raises(OptionError, match="at least one"):
+        simulate(decode_trace(200), [], [64])
+    with pytest.raises(OptionError, match="layer 1, KV head 0: decode-200 has layers 0 to 0"):
+        simulate(decode_trace(200), ["tova"], [64], log=(1, 0))
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+MINE = '''
+from dataclasses import dataclass
+from kvevict import ALL_QUERIES, Column, Policy
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Policy):
+    """Keeps what H2O keeps."""
+    queries = ALL_QUERIES
+    def columns(self, budget):
+        return {"sum": Column()}
+    def observe(self, held, rows):
+        held["sum"].add_(rows.weights.mean(2).sum(2))
+    def score(self, held):
+        return held["sum"]
+
+@dataclass(frozen=True, kw_only=True)
+class Demanding(Sum):
+    power: float
+
+ready = Sum(recent=32)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def command(tmp_path, *arguments: str) -> int:
+    return main(["simulate", *arguments, "--output", str(tmp_path / "out")])
+
+
+def test_the_command_prints_the_table_and_writes_two_files(tmp_path, capsys):
+    assert command(tmp_path, "decode-300", "--budgets", "64,128") == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == ["policy", "retained@64", "retained@128", "recall@64", "recall@128"]
+    assert "options of the policybook catalogue" in printed
+    document = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert [row["name"] for row in document["rows"][::2]] == [*CATALOGUE, "oracle", "random"]
+    assert document["settings"]["seeds"] == [7] and document["settings"]["budgets"] == [64, 128]
+    table = (tmp_path / "out" / "simulation.md").read_text()
+    for row in document["rows"]:
+        assert f"{row['retained']:.4f}" in printed and f"{row['retained']:.4f}" in table
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"simulation.json", "simulation.md"}
+
+
+def test_several_seeds_give_mean_and_spread(tmp_path, capsys):
+    assert command(tmp_path, "decode-200", "--budgets", "64", "--seeds", "1-3", "--policies", "tova") == 0
+    assert "±" in capsys.readouterr().out
+    row = json.loads((tmp_path / "out" / "simulation.json").read_text())["rows"][0]
+    runs = [run[0] for run in row["by_run"]]
+    mean = sum(runs) / 3
+    assert len(runs) == 3 and row["retained"] == pytest.approx(mean)
+    assert row["retained_spread"] == pytest.approx((sum((run - mean) ** 2 for run in runs) / 2) ** 0.5)
+
+
+def test_ordinary_names_are_at_the_librarys_defaults_and_the_output_says_so(tmp_path, capsys):
+    assert command(tmp_path, "decode-300", "--budgets", "128", "--policies", "h2o,catalogue:h2o", "--no-bounds") == 0
+    assert "Policies are at their defaults" in capsys.readouterr().out
+    ours, theirs = json.loads((tmp_path / "out" / "simulation.json").read_text())["rows"]
+    assert (ours["name"], theirs["name"]) == ("h2o", "catalogue:h2o")
+    assert "recent=None" in ours["policy"] and "recent=32" in theirs["policy"]
+    assert ours["retained"] != theirs["retained"]
+
+
+def test_all_leaves_out_what_cannot_run(tmp_path, capsys):
+    assert command(tmp_path, "mixed", "--budgets", "16", "--policies", "all") == 0
+    printed = capsys.readouterr().out
+    assert "snapkv was left out: a budget of 16 cannot hold" in printed
+    assert "key_norm was left out: key_norm reads keys or values" in printed
+
+
+def test_a_policy_of_the_users_file_runs(tmp_path, mine, capsys):
+    arguments = ["decode-300", "--budgets", "64", "--policies", "catalogue:h2o", "--no-bounds"]
+    assert command(tmp_path, *arguments, "--policy", f"{mine}:ready", "--policy", f"{mine}:Sum") == 0
+    catalogue, ready, plain = json.loads((tmp_path / "out" / "simulation.json").read_text())["rows"]
+    assert (ready["name"], plain["name"]) == ("ready", "Sum")
+    assert ready["retained"] == catalogue["retained"] != plain["retained"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Summ", "'Summ' is not a policy in .*did you mean 'Sum'.*there are: Sum, Demanding, ready"),
+        ("dataclass", "'dataclass' is not a policy"),
+        ("Demanding", "cannot be made without options"),
+    ],
+)
+def test_what_is_wrong_with_a_users_policy_is_said(tmp_path, mine, capsys, name, said):
+    assert command(tmp_path, "decode-300", "--budgets", "64", "--policy", f"{mine}:{name}") == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["decode-4096x"], "did you mean 'decode-4096'"),
+        (["decode-300"], "budget=512 is above the 300 tokens"),
+        (["decode-300", "--budgets", "64", "--policies", "tovaa"], "did you mean 'tova'"),
+        (["decode-300", "--budgets", "64", "--policies", "catalogue:tovaa"], "the catalogue has no policy 'tovaa'"),
+        (["decode-300", "--budgets", "64", "--policy", "nowhere.py:X"], "there is no file 'nowhere.py'"),
+        (["decode-300", "--budgets", "64", "--policy", "nowhere.py"], "such as my_file.py:MyPolicy"),
+    ],
+)
+def test_errors_of_the_command_come_before_anything_is_written(tmp_path, capsys, arguments, said):
+    assert command(tmp_path, *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_fails_when_it_is_run_is_told_so(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--nonsense'])")
+    assert command(tmp_path, "decode-300", "--budgets", "64", "--policy", f"{script}:X") == 2
+    assert "__main__" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, capsys):
+    (tmp_path / "out").write_text("a file")
+    assert command(tmp_path, "decode-300", "--budgets", "64") == 2
+    assert "cannot be written" in capsys.readouterr().err
