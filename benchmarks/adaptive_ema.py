@@ -150,17 +150,28 @@ def patterns(length: int = LENGTH, budget: int = BUDGET) -> str:
 
 
 def heavy_retention(length: int = LENGTH, budget: int = BUDGET) -> str:
-    """How long the heavy hitters are held once evictions have begun: the mean share of steps over them."""
-    lines = ["| heavy hitters | ours | dictionary and heap | the note |", "|---|---:|---:|---:|"]
-    for name, heavy, note in (("heavy-early", EARLY, NOTE_EARLY), ("heavy-late", LATE, NOTE_LATE)):
-        trace = named_trace(name, length=length)
-        result = simulate(trace, {"ours": AdaptiveEMA()}, [budget], bounds=False, log=(0, 0))
-        gone = {p: t for t, step in enumerate(result.logs["ours", budget].evicted) for p in step}
-        ours = sum(gone.get(p, length) - budget for p in heavy) / (len(heavy) * (length - budget))
-        history = drive(DictionaryAndHeap(budget), trace, budget)[2][budget:]
-        theirs = sum(p in held for held in history for p in heavy) / (len(heavy) * len(history))
-        lines.append(f"| {name}: {', '.join(map(str, heavy))} | {ours:.1%} | {theirs:.1%} | {note:.1%} |")
+    """How long the note's heavy hitters are held once evictions have begun: the mean share of steps over them."""
+    lines = [
+        "| positions | pattern | ours | dictionary and heap | the note, which names no pattern |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for positions, own, note in ((EARLY, "heavy-early", NOTE_EARLY), (LATE, "heavy-late", NOTE_LATE)):
+        held = {name: held_share(named_trace(name, length=length), positions, budget) for name in PATTERNS}
+        mean = np.mean(list(held.values()), axis=0)
+        for pattern, (ours, theirs) in ((own, held[own]), ("mean of all six", mean)):
+            where = ", ".join(map(str, positions))
+            lines.append(f"| {where} | {pattern} | {ours:.1%} | {theirs:.1%} | {note:.1%} |")
     return "\n".join(lines)
+
+
+def held_share(trace: Trace, positions: tuple[int, ...], budget: int) -> tuple[float, float]:
+    """Share of the steps after the first eviction in which a position is held, mean over them: ours, then theirs."""
+    log = simulate(trace, {"ours": AdaptiveEMA()}, [budget], bounds=False, log=(0, 0)).logs["ours", budget]
+    gone = {position: step for step, going in enumerate(log.evicted) for position in going}
+    ours = [gone.get(position, trace.length) - budget for position in positions]
+    history = drive(DictionaryAndHeap(budget), trace, budget)[2][budget:]
+    theirs = [sum(position in held for held in history) for position in positions]
+    return float(np.mean(ours)) / len(history), float(np.mean(theirs)) / len(history)
 
 
 class Tensors:

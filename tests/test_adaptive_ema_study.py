@@ -39,7 +39,7 @@ def test_a_policy_that_names_what_it_does_not_hold_or_too_few_is_an_error(study)
     for answer in ([], [1000]):
         cheat = Cheat(8)
         cheat.answer = answer
-        with pytest.raises(PolicyError, match="Cheat named .* at step 8: expected 1 of the positions that it holds"):
+        with pytest.raises(PolicyError, match=r"Cheat named .* at step 8: expected 1 of the positions that it holds"):
             study["drive"](cheat, named_trace("mixed", length=20), 8)
 
 
