@@ -5,5 +5,5 @@ A new command is one file and one name in ``COMMANDS``.
 
 from __future__ import annotations
 
-COMMANDS = ("policies", "compare", "simulate")
+COMMANDS = ("policies", "compare", "simulate", "capture")
 """Modules of this package, in the order of ``kvevict --help``."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvevict.commands.options import Commands, names, positive, say
+from kvevict.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from kvevict.lab.traces import Trace
@@ -71,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     check_folder(options.output)
     say(f"{trace.name}: {describe(trace)}; {len(chosen)} policies at budgets {', '.join(map(str, budgets))}")
     lanes = len(chosen) + (0 if options.no_bounds else 1 + ("random" not in chosen))
-    with progress_bar(lanes * trace.steps) as progress:
+    with progress_bar(lanes * trace.steps, "steps") as progress:
         result = simulate(trace, policies, budgets, lenient=lenient, bounds=not options.no_bounds, progress=progress)
     result.notes.append(said_of_options(result.names, policies, trace))
     files = result.save(options.output)
@@ -133,19 +130,3 @@ def describe(trace: Trace) -> str:
     if trace.runs > 1:
         words.append(f"{trace.runs} seeds")
     return ", ".join(words)
-
-
-@contextmanager
-def progress_bar(steps: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar where tqdm is installed, else nothing: the simulator needs no extras."""
-    if importlib.util.find_spec("tqdm") is None:
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=steps, unit=" steps", mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True) as bar:
-
-        def advance(done: int) -> None:
-            bar.update(done)
-
-        yield advance

@@ -240,8 +240,8 @@ class Lane:
         """Scores by the vote of all heads of all layers, as ``kvevict.cache`` counts it: (B, 1, n)."""
         order, going = self._going(scores, protection)
         cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)  # (B, n)
-        votes = cast.unflatten(0, (self.trace.layers, self.per_layer)).sum(0)  # (R, n)
-        return -votes.repeat(self.trace.layers, 1).unsqueeze(1)
+        votes: Tensor = cast.unflatten(0, (self.trace.layers, self.per_layer)).sum(0)  # (R, n)
+        return votes.neg().repeat(self.trace.layers, 1).unsqueeze(1)
 
     # -- the policy --------------------------------------------------------------------------------------------------
 
