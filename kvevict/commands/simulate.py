@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from kvevict.commands.options import Commands, names, positive, say
 from kvevict.commands.progress import progress_bar
 
 if TYPE_CHECKING:
+    from kvevict.lab.simulation import Simulation
     from kvevict.lab.traces import Trace
     from kvevict.policies.base import Policy
 
@@ -50,6 +52,11 @@ def add(commands: Commands) -> None:
     add("--policy", action="append", default=[], metavar="FILE:NAME", help="a policy of yours; may be repeated")
     add("--seeds", type=numbers, help="of synthetic traces, such as 7 or 1-5; the table then has mean and spread")
     add("--length", type=positive, help="tokens; left out, the trace's own")
+    add("--closed-loop", action="store_true", help="of a captured trace: perplexity from inside its model besides")
+    add("--chunk", type=positive, default=32, help="tokens per forward of --closed-loop")
+    add(
+        "--renormalize", action="store_true", help="show policies rows that sum to one over what is held, as in a model"
+    )
     add("--no-bounds", action="store_true", help="leave out the rows oracle and random")
     add("--output", type=Path, default=Path("kvevict-results"), help="folder for the table")
 
@@ -65,12 +72,17 @@ def run(options: argparse.Namespace) -> None:
     policies = chosen_policies(options.policies, options.policy)
     lenient = "all" in (options.policies or [])
     chosen, _ = choose(trace, policies, budgets, lenient=lenient)
+    closed = from_inside(options, trace, chosen) if options.closed_loop else None
     check_folder(options.output)
+    if "notice" in trace.about:
+        say(trace.about["notice"])
     say(f"{trace.name}: {describe(trace)}; {len(chosen)} policies at budgets {', '.join(map(str, budgets))}")
     lanes = len(chosen) + (0 if options.no_bounds else 1 + ("random" not in chosen))
     with progress_bar(lanes * trace.steps, "steps") as progress:
         result = simulate(trace, policies, budgets, lenient=lenient, bounds=not options.no_bounds, progress=progress)
-    result.notes.append(said_of_options(result.names, policies, trace))
+    result.notes.append(said_of_options(policies, trace))
+    if closed is not None:
+        result = closed(result)
     files = result.save(options.output)
     print(result.table())
     print()
@@ -110,7 +122,35 @@ def chosen_policies(given: list[str] | None, files: list[str]) -> dict[str, Poli
     return chosen
 
 
-def said_of_options(names: list[str], policies: dict[str, Policy] | None, trace: Trace) -> str:
+def from_inside(
+    options: argparse.Namespace, trace: Trace, policies: dict[str, Policy]
+) -> Callable[[Simulation], Simulation]:
+    """Loads the model that the trace was captured from; the answer adds its perplexities to a simulation."""
+    import torch
+
+    from kvevict.errors import OptionError
+    from kvevict.lab.captured import read_header
+    from kvevict.lab.closed import beside, closed_loop
+    from kvevict.models import check_installed, load_model
+
+    folder = Path(options.trace).expanduser()
+    if not folder.is_dir():
+        raise OptionError(f"--closed-loop: {trace.name} was made by a formula, and no model has it. Capture one")
+    header = read_header(folder)
+    check_installed(header.model)
+    model = load_model(header.model, notify=say).model
+
+    def add_perplexities(simulation: Simulation) -> Simulation:
+        ids = torch.tensor(header.ids[: trace.length])
+        say(f"inside the model, {options.chunk} tokens per forward")
+        with progress_bar(len(policies) * len(options.budgets) * (trace.length - 1), "tokens") as progress:
+            found = closed_loop(model, ids, policies, options.budgets, chunk=options.chunk, progress=progress)
+        return beside(simulation, found, options.chunk)
+
+    return add_perplexities
+
+
+def said_of_options(policies: dict[str, Policy] | None, trace: Trace) -> str:
     """Whose options the rows were run with."""
     from kvevict.lab.catalogue import CATALOGUE
 

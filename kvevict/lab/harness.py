@@ -2,8 +2,7 @@
 
 A ``Lane`` does what ``kvevict.layer`` does inside a model, one token per forward, for many rows in lockstep: each
 budget of each run of each layer is a batch row. The policy object and the selection are the same. What a model
-would compute from queries and keys, the trace provides: full attention, restricted to the tokens that are held and
-not renormalised.
+would compute from queries and keys, the trace provides: full attention, restricted to the tokens that are held.
 """
 
 from __future__ import annotations
@@ -47,15 +46,23 @@ class Lane:
 
     Rows are (layer, run, budget), the budget innermost: B counts all of them, R those of one layer, T = layers x runs.
     log: (layer, KV head) to write down, of the first run.
+    renormalize: shows the policy rows that sum to one over the held tokens, as inside a model, where softmax sees no
+        others. Else rows are the full attention's own numbers, and their sum is the retained mass.
 
     retained, hits: (B, H, G), summed over the steps.
     Raises OptionError for a budget that cannot hold what the policy protects, and PolicyError.
     """
 
     def __init__(
-        self, policy: Policy, trace: Trace, budgets: Sequence[int], log: tuple[int, int] | None = None
+        self,
+        policy: Policy,
+        trace: Trace,
+        budgets: Sequence[int],
+        *,
+        log: tuple[int, int] | None = None,
+        renormalize: bool = False,
     ) -> None:
-        self.policy, self.trace, self.budgets = policy, trace, list(budgets)
+        self.policy, self.trace, self.budgets, self.renormalize = policy, trace, list(budgets), renormalize
         self.rows = trace.layers * trace.runs * len(self.budgets)
         self.per_layer = trace.runs * len(self.budgets)
         self._specs = [Spec(policy, budget, trace.layers) for budget in budgets]
@@ -182,6 +189,8 @@ class Lane:
             log.hits.append(int(hits[at, head].sum()))
         if not self.policy.queries:
             return
+        if self.renormalize:
+            shown = shown / shown.sum(-1, keepdim=True).clamp_min(torch.finfo(shown.dtype).tiny)
         queries = torch.full((self.per_layer, 1), query)
         for layer, view in enumerate(self._held(query + 1)):
             self._ask(self.policy.observe, view, Rows(shown[self._mine(layer)], queries))

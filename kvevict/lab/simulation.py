@@ -45,6 +45,7 @@ class Row:
     by_run:   (retained, recall) of each run.
     by_layer: (retained, recall) of each layer, means over runs and query heads.
     by_head:  retained of each layer and query head, mean over runs.
+    perplexity: from inside the model that a trace was captured from, if it was measured.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Row:
     by_run: list[tuple[float, float]]
     by_layer: list[tuple[float, float]]
     by_head: list[list[float]]
+    perplexity: float | None = None
 
     @property
     def retained_spread(self) -> float | None:
@@ -95,11 +97,16 @@ class Simulation:
         """The table: a header, then a line for each policy."""
         budgets = self.settings["budgets"]
         header = ["policy", *(f"retained@{b}" for b in budgets), *(f"recall@{b}" for b in budgets)]
+        measured = any(row.perplexity is not None for row in self.rows)
+        if measured:
+            header += [f"perplexity@{b}" for b in budgets]
         lines = [header]
         for name in self.names:
             rows = [self.row(name, budget) for budget in budgets]
             retained = [_number(row.retained, row.retained_spread) for row in rows]
-            lines.append([name, *retained, *(_number(row.recall, row.recall_spread) for row in rows)])
+            recall = [_number(row.recall, row.recall_spread) for row in rows]
+            perplexity = ["–" if row.perplexity is None else f"{row.perplexity:.2f}" for row in rows]
+            lines.append([name, *retained, *recall, *(perplexity if measured else [])])
         return lines
 
     def table(self) -> str:
@@ -145,6 +152,7 @@ def simulate(
     lenient: bool = False,
     bounds: bool = True,
     log: tuple[int, int] | None = None,
+    renormalize: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Steps policies over ``trace`` under every budget, token by token.
@@ -155,6 +163,7 @@ def simulate(
     lenient:  leaves out what cannot run, also of the policies asked for.
     bounds:   adds the rows "oracle" and "random".
     log:      (layer, KV head) whose evictions to write down step by step, of the first run.
+    renormalize: shows policies rows that sum to one over the held tokens, as inside a model; see ``Lane``.
     progress: called with the number of steps done since its last call, all policies counted.
 
     >>> from kvevict.lab.traces import decode_trace
@@ -171,7 +180,11 @@ def simulate(
     chosen, left_out = choose(trace, policies, budgets, lenient=lenient)
     if bounds:
         chosen |= {ORACLE: Clairvoyant.of(trace), RANDOM: chosen.get(RANDOM, Random())}
-    lanes = {name: Lane(policy, trace, budgets, log) for name, policy in chosen.items()}
+    lanes = {
+        # the oracle reckons with the trace's own numbers
+        name: Lane(policy, trace, budgets, log=log, renormalize=renormalize and name != ORACLE)
+        for name, policy in chosen.items()
+    }
     possible = torch.zeros((), dtype=torch.int64)
     for block in trace.blocks():
         weights, heavy = prepared(block, trace)
@@ -182,7 +195,13 @@ def simulate(
             if progress is not None:
                 progress(weights.shape[3])
     rows = [row for name, lane in lanes.items() for row in _rows(name, lane, int(possible))]
-    settings = {"trace": trace.name, **trace.about, "budgets": list(budgets), **environment()}
+    settings = {
+        "trace": trace.name,
+        **trace.about,
+        "budgets": list(budgets),
+        "renormalize": renormalize,
+        **environment(),
+    }
     notes = [MEASURES, *([BOUNDS_NOTE] if bounds else [])]
     logs = {(name, b): each for name, lane in lanes.items() for b, each in zip(budgets, lane.logs, strict=False)}
     result = Simulation(settings, rows, left_out, notes, logs)
