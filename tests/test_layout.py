@@ -26,12 +26,13 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"models", "plots", "testing"},
     {"text", "evaluation"},
     {"compare"},
+    {"lab"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope"}
-MEASURING = {"compare", "evaluation", "models", "text", "plots", "commands"}
+MEASURING = {"compare", "evaluation", "lab", "models", "text", "plots", "commands"}
 EXTRAS = {"datasets", "evaluate", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
