@@ -40,8 +40,9 @@ def test_the_oracle_reaches_what_no_online_policy_does(published):
     for budget, figure in zip((256, 512, 1024), (0.9618, 0.9692, 0.9798), strict=True):
         assert round(published.row("oracle", budget).retained, 4) == figure
         assert published.row("oracle", budget).recall == 1.0
-        others = [published.row(name, budget).retained for name in published.names if name != "oracle"]
+        others = [published.row(name, budget).retained for name in [*CATALOGUE, "random"]]
         assert max(others) < figure
+        assert published.row("ceiling", budget).retained == pytest.approx(published.row("oracle", budget).retained)
         assert published.row("random", budget).retained == min(others)
 
 
@@ -269,6 +270,28 @@ def test_the_oracle_keeps_what_is_still_needed():
     assert result.row("tova", 2).retained < 1
 
 
+def test_the_ceiling_by_hand():
+    trace = by_hand([1.0], [0.1, 0.9], [0.5, 0.1, 0.4], [0.4, 0.3, 0.2, 0.1], [0.3, 0.0, 0.3, 0.2, 0.2])
+    result = simulate(trace, {"tova": TOVA()}, [1, 2])
+    assert result.row("ceiling", 1).retained == pytest.approx((1 + 1 + 0.9 + 0.7 + 0.6) / 5)
+    assert result.row("ceiling", 2).retained == pytest.approx((1 + 1 + 1 + 0.9 + 0.8) / 5)
+    assert result.row("ceiling", 1).recall == pytest.approx((1 + 2 + 2 + 2 + 2) / 15)
+
+
+@pytest.mark.parametrize("budget", [9, 33])
+def test_no_policy_passes_the_ceiling(budget):
+    trace = random_trace(80)
+    policies = {name: small(name) for name in NAMES if name not in ("full", "pyramidkv")}
+    result = simulate(trace, policies, [budget])
+    for row in result.rows:
+        assert row.retained <= result.row("ceiling", budget).retained, row.name
+        assert row.recall <= result.row("ceiling", budget).recall, row.name
+        assert row.name == "ceiling" or row.retained < 1
+    whole = simulate(trace, {"full": Full()}, [80])
+    assert whole.row("ceiling", 80).recall == 1
+    assert whole.row("ceiling", 80).retained == pytest.approx(1)
+
+
 def test_heavy_hitters_are_the_largest_and_ties_go_to_the_lower_position():
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(0, 6, (2, 1, 1, 80, 80), generator=generator).double()
@@ -427,7 +450,7 @@ def test_the_command_prints_the_table_and_writes_two_files(tmp_path, capsys):
     assert printed.splitlines()[0].split() == ["policy", "retained@64", "retained@128", "recall@64", "recall@128"]
     assert "options of the policybook catalogue" in printed
     document = json.loads((tmp_path / "out" / "simulation.json").read_text())
-    assert [row["name"] for row in document["rows"][::2]] == [*CATALOGUE, "oracle", "random"]
+    assert [row["name"] for row in document["rows"][::2]] == [*CATALOGUE, "oracle", "random", "ceiling"]
     assert document["settings"]["seeds"] == [7] and document["settings"]["budgets"] == [64, 128]
     table = (tmp_path / "out" / "simulation.md").read_text()
     for row in document["rows"]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvevict.policies.base import Policy
 
 BUDGETS = "256,512,1024"
+CHUNK = 32
 
 
 def numbers(given: str) -> list[int]:
@@ -53,43 +54,75 @@ def add(commands: Commands) -> None:
     add("--seeds", type=numbers, help="of synthetic traces, such as 7 or 1-5; the table then has mean and spread")
     add("--length", type=positive, help="tokens; left out, the trace's own")
     add("--closed-loop", action="store_true", help="of a captured trace: perplexity from inside its model besides")
-    add("--chunk", type=positive, default=32, help="tokens per forward of --closed-loop")
+    add("--chunk", type=positive, help=f"tokens per forward of --closed-loop; left out, {CHUNK}")
     add(
         "--renormalize", action="store_true", help="show policies rows that sum to one over what is held, as in a model"
     )
-    add("--no-bounds", action="store_true", help="leave out the rows oracle and random")
+    add("--no-bounds", action="store_true", help="leave out the rows ceiling, oracle and random")
+    add("--html", type=Path, metavar="FILE", help="also write a page that shows every step of one KV head")
+    add("--layer", type=int, help="layer of --html; left out, 0")
+    add("--head", type=int, help="KV head of --html; left out, 0")
     add("--output", type=Path, default=Path("kvevict-results"), help="folder for the table")
 
 
 def run(options: argparse.Namespace) -> None:
     """Simulates, prints the table and writes the files."""
     from kvevict.compare import check_folder
-    from kvevict.lab.simulation import check_budgets, choose, simulate
+    from kvevict.lab.files import write_files
+    from kvevict.lab.report import report
+    from kvevict.lab.simulation import check_budgets, check_log, choose, simulate
     from kvevict.lab.traces import named_trace
 
+    refuse_idle_options(options)
     trace = named_trace(options.trace, length=options.length, seeds=options.seeds)
     budgets = check_budgets(options.budgets, trace)
     policies = chosen_policies(options.policies, options.policy)
     lenient = "all" in (options.policies or [])
     chosen, _ = choose(trace, policies, budgets, lenient=lenient)
+    at = (options.layer or 0, options.head or 0)
+    check_log(at, trace)
     closed = from_inside(options, trace, chosen) if options.closed_loop else None
     check_folder(options.output)
     if "notice" in trace.about:
         say(trace.about["notice"])
+    if options.html is not None:
+        check_folder(options.html.parent)
     say(f"{trace.name}: {describe(trace)}; {len(chosen)} policies at budgets {', '.join(map(str, budgets))}")
     lanes = len(chosen) + (0 if options.no_bounds else 1 + ("random" not in chosen))
     with progress_bar(lanes * trace.steps, "steps") as progress:
-        result = simulate(trace, policies, budgets, lenient=lenient, bounds=not options.no_bounds, progress=progress)
+        result = simulate(
+            trace,
+            policies,
+            budgets,
+            lenient=lenient,
+            bounds=not options.no_bounds,
+            renormalize=options.renormalize,
+            log=None if options.html is None else at,
+            progress=progress,
+        )
     result.notes.append(said_of_options(policies, trace))
     if closed is not None:
         result = closed(result)
     files = result.save(options.output)
+    if options.html is not None:
+        page = report(result, trace, at)
+        files += write_files(options.html.parent, {options.html.name: page.encode()})
     print(result.table())
     print()
     for name, reason in result.left_out.items():
         print(f"{name} was left out: {reason}")
     print(*result.notes, sep="\n")
     print("Written:", ", ".join(map(str, files)))
+
+
+def refuse_idle_options(options: argparse.Namespace) -> None:
+    """Raises OptionError for an option that would change nothing."""
+    from kvevict.errors import OptionError
+
+    for option, needs in (("layer", "html"), ("head", "html"), ("chunk", "closed_loop")):
+        if getattr(options, option) is not None and not getattr(options, needs):
+            needed = needs.replace("_", "-")
+            raise OptionError(f"--{option} changes nothing without --{needed}: add it, or leave it out")
 
 
 def chosen_policies(given: list[str] | None, files: list[str]) -> dict[str, Policy] | None:
@@ -140,12 +173,14 @@ def from_inside(
     check_installed(header.model)
     model = load_model(header.model, notify=say).model
 
+    chunk = options.chunk or CHUNK
+
     def add_perplexities(simulation: Simulation) -> Simulation:
         ids = torch.tensor(header.ids[: trace.length])
-        say(f"inside the model, {options.chunk} tokens per forward")
+        say(f"inside the model, {chunk} tokens per forward")
         with progress_bar(len(policies) * len(options.budgets) * (trace.length - 1), "tokens") as progress:
-            found = closed_loop(model, ids, policies, options.budgets, chunk=options.chunk, progress=progress)
-        return beside(simulation, found, options.chunk)
+            found = closed_loop(model, ids, policies, options.budgets, chunk=chunk, progress=progress)
+        return beside(simulation, found, chunk)
 
     return add_perplexities
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvevict.compare import environment
 from kvevict.errors import OptionError
-from kvevict.lab.bounds import Clairvoyant
+from kvevict.lab.bounds import Ceiling, Clairvoyant
 from kvevict.lab.catalogue import CATALOGUE, PUBLISHED_RECALL, PUBLISHED_RETAINED
 from kvevict.lab.files import write_files
 from kvevict.lab.harness import HEAVY, Lane, Log, prepared, reads_keys
@@ -24,15 +24,16 @@ from kvevict.policies import POLICIES, Random, make_policy
 from kvevict.policies.base import Policy
 
 BUDGETS = (256, 512, 1024)
-ORACLE, RANDOM = "oracle", "random"
+ORACLE, RANDOM, CEILING = "oracle", "random", "ceiling"
 
 MEASURES = (
     f"Retained: share of a query's attention that is on held tokens, mean over queries. Recall: share of each query's "
     f"{HEAVY} most attended tokens that are held, over all queries. Both before the policy acts on the query."
 )
 BOUNDS_NOTE = (
-    f"{ORACLE} knows the whole trace and evicts the token with the least attention to come; {RANDOM} keeps a random "
-    "subset."
+    f"{CEILING} is the most that any set of tokens could retain, chosen anew for every query, so no policy with equal "
+    f"layer budgets can pass it. {ORACLE} knows the whole trace and evicts the token with the least attention to come. "
+    f"{RANDOM} keeps a random subset."
 )
 
 
@@ -161,7 +162,7 @@ def simulate(
         registered one on others, of which those that cannot run are left out. Asked for, they raise OptionError.
     budgets:  tokens per KV head.
     lenient:  leaves out what cannot run, also of the policies asked for.
-    bounds:   adds the rows "oracle" and "random".
+    bounds:   adds the rows "ceiling", "oracle" and "random"; see ``kvevict.lab.bounds``.
     log:      (layer, KV head) whose evictions to write down step by step, of the first run.
     renormalize: shows policies rows that sum to one over the held tokens, as inside a model; see ``Lane``.
     progress: called with the number of steps done since its last call, all policies counted.
@@ -172,11 +173,8 @@ def simulate(
     0.8142
     """
     budgets = check_budgets(budgets, trace)
-    if log is not None and not (0 <= log[0] < trace.layers and 0 <= log[1] < trace.heads):
-        raise OptionError(
-            f"layer {log[0]}, KV head {log[1]}: {trace.name} has layers 0 to {trace.layers - 1} and KV heads 0 to "
-            f"{trace.heads - 1}"
-        )
+    if log is not None:
+        check_log(log, trace)
     chosen, left_out = choose(trace, policies, budgets, lenient=lenient)
     if bounds:
         chosen |= {ORACLE: Clairvoyant.of(trace), RANDOM: chosen.get(RANDOM, Random())}
@@ -185,16 +183,21 @@ def simulate(
         name: Lane(policy, trace, budgets, log=log, renormalize=renormalize and name != ORACLE)
         for name, policy in chosen.items()
     }
+    ceiling = Ceiling(trace, budgets) if bounds else None
     possible = torch.zeros((), dtype=torch.int64)
     for block in trace.blocks():
         weights, heavy = prepared(block, trace)
         first = block.start + (1 if trace.own else 0)
         possible += torch.arange(first, first + weights.shape[3]).clamp_max(HEAVY).sum()
+        if ceiling is not None:
+            ceiling.run(block, weights, heavy)
         for lane in lanes.values():
             lane.run(block, weights, heavy)
             if progress is not None:
                 progress(weights.shape[3])
-    rows = [row for name, lane in lanes.items() for row in _rows(name, lane, int(possible))]
+    rows = [row for name, lane in lanes.items() for row in _rows(name, repr(lane.policy), lane, int(possible))]
+    if ceiling is not None:
+        rows += _rows(CEILING, "the best tokens of each query, evicted ones included", ceiling, int(possible))
     settings = {
         "trace": trace.name,
         **trace.about,
@@ -205,7 +208,7 @@ def simulate(
     notes = [MEASURES, *([BOUNDS_NOTE] if bounds else [])]
     logs = {(name, b): each for name, lane in lanes.items() for b, each in zip(budgets, lane.logs, strict=False)}
     result = Simulation(settings, rows, left_out, notes, logs)
-    published = _published(result, {name: chosen[name] for name in result.names})
+    published = _published(result, chosen)
     if published:
         result.notes.append(published)
     return result
@@ -253,6 +256,15 @@ def check_budgets(budgets: Sequence[int], trace: Trace) -> list[int]:
     return list(budgets)
 
 
+def check_log(at: tuple[int, int], trace: Trace) -> None:
+    """Raises OptionError for a layer and KV head that the trace has not."""
+    if not (0 <= at[0] < trace.layers and 0 <= at[1] < trace.heads):
+        raise OptionError(
+            f"layer {at[0]}, KV head {at[1]}: {trace.name} has layers 0 to {trace.layers - 1} and KV heads 0 to "
+            f"{trace.heads - 1}"
+        )
+
+
 def _named(given: str | Policy) -> tuple[str, Policy]:
     policy = make_policy(given)
     if isinstance(given, str):
@@ -276,7 +288,7 @@ def _reason_against(name: str, policy: Policy, trace: Trace, budgets: Sequence[i
     return None
 
 
-def _rows(name: str, lane: Lane, possible: int) -> list[Row]:
+def _rows(name: str, policy: str, lane: Lane | Ceiling, possible: int) -> list[Row]:
     trace, budgets = lane.trace, lane.budgets
     shape = (trace.layers, trace.runs, len(budgets), trace.heads * trace.group)
     retained: Tensor = lane.retained.view(shape) / trace.steps
@@ -287,7 +299,7 @@ def _rows(name: str, lane: Lane, possible: int) -> list[Row]:
         rows.append(
             Row(
                 name=name,
-                policy=repr(lane.policy),
+                policy=policy,
                 budget=budget,
                 retained=float(mine.mean()),
                 recall=float(hits.mean()),
