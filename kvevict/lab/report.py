@@ -142,6 +142,8 @@ def _table(simulation: Simulation, trace: Trace) -> str:
     for name in dict.fromkeys(name for name, _ in simulation.logs):
         both = [totals(simulation.logs[name, budget], trace) for budget in budgets]
         lines.append([name, *(f"{each[0]:.4f}" for each in both), *(f"{each[1]:.4f}" for each in both)])
+    if (trace.layers, trace.runs, trace.heads) == (1, 1, 1):  # a bound that holds nothing has no lane
+        lines += [line for line in simulation.cells()[1:] if line[0] not in {name for name, _ in simulation.logs}]
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
     return f'<table id="results"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
