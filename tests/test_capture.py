@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HEADS, KV_HEADS, LAYERS, NAMES, forward, plain, small, snapshot, text, tiny
-from test_cli import folder, words  # noqa: F401 - fixtures: a saved model that knows a few words, and a text
+from test_cli import WORDS, folder, words  # noqa: F401 - fixtures: a saved model that knows a few words, and a text
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from kvevict import EvictingCache, OptionError, UnsupportedModelError
@@ -26,6 +26,7 @@ from kvevict.lab.simulation import simulate
 from kvevict.policies import H2O, Full
 
 TOKENS, BLOCK = 40, 16
+README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -331,3 +332,19 @@ def test_the_closed_loop_of_a_formula_is_refused(tmp_path, capsys):
     assert "no model has it" in capsys.readouterr().err
     assert main(["simulate", str(tmp_path), "--budgets", "64", "--seeds", "1"]) == 2
     assert "has no seeds" in capsys.readouterr().err
+
+
+def test_the_readmes_commands_run(folder, tmp_path, monkeypatch, capsys):  # noqa: F811 - a fixture
+    section = README.read_text("utf-8").partition("## Simulate")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wiki.test.raw").write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(100)))
+    shutil.copytree(README.parent / "examples", tmp_path / "examples")
+    commands = block.splitlines()
+    assert len(commands) == 5
+    for command in commands:
+        small = command.replace("decode-4096", "decode-260 --budgets 64").replace(" smollm2 ", f" {folder} ")
+        small = small.replace("2048", "80").replace("64,128,256", "40,48,56")
+        assert main(small.split()[1:]) == 0, command
+    assert "FairShare" in (tmp_path / "report.html").read_text("utf-8")
+    assert "perplexity@56" in capsys.readouterr().out

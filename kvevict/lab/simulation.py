@@ -170,7 +170,7 @@ def simulate(
     >>> from kvevict.lab.traces import decode_trace
     >>> result = simulate(decode_trace(300), ["streaming_llm"], [64], bounds=False)
     >>> round(result.row("streaming_llm", 64).retained, 4)
-    0.8142
+    0.831
     """
     budgets = check_budgets(budgets, trace)
     if log is not None:
