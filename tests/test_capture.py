@@ -127,8 +127,10 @@ def test_an_interrupted_capture_is_a_usable_prefix(tmp_path, ids, captured):
 
 def test_a_continued_capture_equals_an_unbroken_one_bit_for_bit(tmp_path, ids, captured):
     interrupted(ids, tmp_path / "new", after=20)
+    before = block_path(tmp_path / "new", 0).stat().st_ino
     done = capture(tiny(), ids, tmp_path / "new", source="tiny", block=BLOCK, about={"text": "random"})
     assert done.resumed == 32
+    assert block_path(tmp_path / "new", 0).stat().st_ino == before  # what was there is not written again
     for index in range(3):
         assert block_path(tmp_path / "new", index).read_bytes() == block_path(captured, index).read_bytes()
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".kva", ".json"}  # nothing half-written
@@ -201,6 +203,14 @@ def test_headers_of_other_formats_are_refused(copy, change, said):
         captured_trace(copy)
 
 
+def test_a_length_reads_the_beginning(captured):
+    trace = captured_trace(captured, 20)
+    blocks = list(trace.blocks())
+    assert (trace.length, trace.about["length"]) == (20, 20)
+    assert torch.equal(blocks[1].weights.flatten(1, 2), whole(captured)[:, :, 16:20, :20])
+    assert blocks[1].keys.shape[2] == 4 and len(blocks) == 2
+
+
 def test_lengths_beyond_the_capture_and_empty_ones_are_refused(copy):
     with pytest.raises(TraceError, match="holds 40 tokens; give from 2 to 40"):
         captured_trace(copy, 41)
@@ -218,9 +228,9 @@ def test_weights_that_are_not_numbers_are_refused_and_not_written(tmp_path):
 
 
 def test_small_weights_survive_half_precision(tmp_path):
-    """A row over 20,000 tokens: float16 alone would lose the small ones."""
-    weights, keys = torch.full((1, 1, 1, 1, 20000), 1 / 20000), torch.zeros(1, 1, 1, 4)
-    weights[..., 10000:] = 3e-8
+    """A row over 70,000 tokens: float16 alone would lose the small ones, 0.0015 of the whole."""
+    weights, keys = torch.full((1, 1, 1, 1, 70000), 1e-4), torch.zeros(1, 1, 1, 4)
+    weights[..., 10000:] = 2.5e-8
     assert write_block(tmp_path, 0, weights, keys, keys) < ROW_ERROR / 2
 
 

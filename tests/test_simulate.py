@@ -460,12 +460,12 @@ def test_the_command_prints_the_table_and_writes_two_files(tmp_path, capsys):
 
 
 def test_several_seeds_give_mean_and_spread(tmp_path, capsys):
-    assert command(tmp_path, "decode-200", "--budgets", "64", "--seeds", "1-3", "--policies", "tova") == 0
+    assert command(tmp_path, "decode-300", "--budgets", "64", "--seeds", "1-3", "--policies", "h2o") == 0
     assert "±" in capsys.readouterr().out
     row = json.loads((tmp_path / "out" / "simulation.json").read_text())["rows"][0]
     runs = [run[0] for run in row["by_run"]]
     mean = sum(runs) / 3
-    assert len(runs) == 3 and row["retained"] == pytest.approx(mean)
+    assert len(set(runs)) == 3 and row["retained"] == pytest.approx(mean)
     assert row["retained_spread"] == pytest.approx((sum((run - mean) ** 2 for run in runs) / 2) ** 0.5)
 
 
