@@ -336,6 +336,13 @@ def test_capture_then_simulate_with_the_closed_loop(folder, words, tmp_path, cap
     assert {row["name"] for row in document["rows"] if row["perplexity"]} == {"h2o", "tova", "full"}
 
 
+def test_the_closed_loop_of_an_unnamed_model_is_refused(tmp_path, ids, capsys):
+    capture(tiny(), ids, tmp_path / "new", block=BLOCK)
+    arguments = ["simulate", str(tmp_path / "new"), "--budgets", "9", "--policies", "tova", "--closed-loop"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    assert "does not say which model to load" in capsys.readouterr().err
+
+
 def test_the_closed_loop_of_a_formula_is_refused(tmp_path, capsys):
     options = ["--budgets", "64", "--closed-loop", "--output", str(tmp_path / "out")]
     assert main(["simulate", "decode-200", *options]) == 2

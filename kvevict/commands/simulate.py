@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvevict.lab.traces import Trace
     from kvevict.policies.base import Policy
 
-BUDGETS = "256,512,1024"
 CHUNK = 32
 
 
@@ -43,7 +42,11 @@ def add(commands: Commands) -> None:
     simulate.set_defaults(run=run)
     add = simulate.add_argument
     add("trace", help='"decode-4096" (or any decode-N), a pattern such as "mixed", or a folder of kvevict capture')
-    add("--budgets", type=numbers, default=BUDGETS, help="tokens per KV head, separated by commas")
+    add(
+        "--budgets",
+        type=numbers,
+        help="tokens per KV head, separated by commas; left out, 256,512,1024, or 64,128 for short traces",
+    )
     add(
         "--policies",
         type=names,
@@ -170,16 +173,18 @@ def from_inside(
     if not folder.is_dir():
         raise OptionError(f"--closed-loop: {trace.name} was made by a formula, and no model has it. Capture one")
     header = read_header(folder)
+    if not header.model:
+        raise OptionError(f"--closed-loop: {folder} does not say which model to load. Capture it with kvevict capture")
     check_installed(header.model)
     model = load_model(header.model, notify=say).model
-
     chunk = options.chunk or CHUNK
 
     def add_perplexities(simulation: Simulation) -> Simulation:
         ids = torch.tensor(header.ids[: trace.length])
         say(f"inside the model, {chunk} tokens per forward")
-        with progress_bar(len(policies) * len(options.budgets) * (trace.length - 1), "tokens") as progress:
-            found = closed_loop(model, ids, policies, options.budgets, chunk=chunk, progress=progress)
+        budgets = simulation.settings["budgets"]
+        with progress_bar(len(policies) * len(budgets) * (trace.length - 1), "tokens") as progress:
+            found = closed_loop(model, ids, policies, budgets, chunk=chunk, progress=progress)
         return beside(simulation, found, chunk)
 
     return add_perplexities

@@ -23,7 +23,9 @@ from kvevict.lab.traces import PUBLISHED_SEED, Trace
 from kvevict.policies import POLICIES, Random, make_policy
 from kvevict.policies.base import Policy
 
-BUDGETS = (256, 512, 1024)
+BUDGETS = ((256, 512, 1024), (64, 128))
+"""What is simulated if nothing else is asked for: the catalogue's budgets, and smaller ones for short traces."""
+
 ORACLE, RANDOM, CEILING = "oracle", "random", "ceiling"
 
 MEASURES = (
@@ -148,7 +150,7 @@ class Simulation:
 def simulate(
     trace: Trace,
     policies: Mapping[str, Policy] | Sequence[str | Policy] | None = None,
-    budgets: Sequence[int] = BUDGETS,
+    budgets: Sequence[int] | None = None,
     *,
     lenient: bool = False,
     bounds: bool = True,
@@ -160,7 +162,7 @@ def simulate(
 
     policies: names or instances; a mapping names them itself. None is the catalogue's on its own trace, and every
         registered one on others, of which those that cannot run are left out. Asked for, they raise OptionError.
-    budgets:  tokens per KV head.
+    budgets:  tokens per KV head; None is ``default_budgets``.
     lenient:  leaves out what cannot run, also of the policies asked for.
     bounds:   adds the rows "ceiling", "oracle" and "random"; see ``kvevict.lab.bounds``.
     log:      (layer, KV head) whose evictions to write down step by step, of the first run.
@@ -241,8 +243,16 @@ def choose(
     return chosen, left_out
 
 
-def check_budgets(budgets: Sequence[int], trace: Trace) -> list[int]:
-    """The budgets, or OptionError."""
+def default_budgets(trace: Trace) -> tuple[int, ...]:
+    """The first of BUDGETS that the trace outgrows, as far as it does; half of a very short trace."""
+    fitting = (tuple(budget for budget in budgets if budget < trace.length) for budgets in BUDGETS)
+    return next(filter(None, fitting), (max(1, trace.length // 2),))
+
+
+def check_budgets(budgets: Sequence[int] | None, trace: Trace) -> list[int]:
+    """The budgets, None for the default ones, or OptionError."""
+    if budgets is None:
+        return list(default_budgets(trace))
     if not budgets or len(set(budgets)) < len(budgets):
         raise OptionError(f"budgets={list(budgets)}: give at least one, and each once")
     for budget in budgets:

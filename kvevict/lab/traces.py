@@ -115,9 +115,9 @@ def named_trace(name: str, *, length: int | None = None, seeds: Sequence[int] | 
     """
     number = re.fullmatch(r"decode-(\d+)", name)
     if number:
-        return decode_trace(int(number[1]) if length is None else length, seeds or (PUBLISHED_SEED,))
+        return decode_trace(int(number[1]) if length is None else length, (PUBLISHED_SEED,) if seeds is None else seeds)
     if name in PATTERNS:
-        return pattern_trace(name, PATTERN_LENGTH if length is None else length, seeds or (0,))
+        return pattern_trace(name, PATTERN_LENGTH if length is None else length, (0,) if seeds is None else seeds)
     path = Path(name).expanduser()
     if path.exists():
         from kvevict.lab.captured import captured_trace
