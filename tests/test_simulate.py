@@ -424,6 +424,12 @@ def test_protections_that_do_not_fit_are_refused_and_left_out_by_default():
         simulate(random_trace(), {"steep": Steep(sinks=4)}, [9])
 
 
+def test_a_policy_cannot_take_the_name_of_a_bound():
+    with pytest.raises(OptionError, match="a policy is called 'oracle', as a bound is"):
+        simulate(decode_trace(200), {"oracle": TOVA()}, [64])
+    assert simulate(decode_trace(200), {"oracle": TOVA()}, [64], bounds=False).names == ["oracle"]
+
+
 def test_near_names_of_policies_are_given():
     with pytest.raises(OptionError, match="did you mean 'h2o'"):
         simulate(decode_trace(200), ["h20"], [64])

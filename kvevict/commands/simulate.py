@@ -193,8 +193,9 @@ def from_inside(
 def said_of_options(policies: dict[str, Policy] | None, trace: Trace) -> str:
     """Whose options the rows were run with."""
     from kvevict.lab.catalogue import CATALOGUE
+    from kvevict.lab.traces import CATALOGUE_SOURCE
 
-    catalogue = policies is None and trace.name.startswith("decode-")
+    catalogue = policies is None and trace.about.get("source") == CATALOGUE_SOURCE
     if policies is not None:
         catalogue = all(CATALOGUE.get(name) is policy for name, policy in policies.items())
     if catalogue:

@@ -19,7 +19,7 @@ from kvevict.lab.bounds import Ceiling, Clairvoyant
 from kvevict.lab.catalogue import CATALOGUE, PUBLISHED_RECALL, PUBLISHED_RETAINED
 from kvevict.lab.files import write_files
 from kvevict.lab.harness import HEAVY, Lane, Log, prepared, reads_keys
-from kvevict.lab.traces import PUBLISHED_SEED, Trace
+from kvevict.lab.traces import CATALOGUE_SOURCE, PUBLISHED_SEED, Trace
 from kvevict.policies import POLICIES, Random, make_policy
 from kvevict.policies.base import Policy
 
@@ -179,6 +179,9 @@ def simulate(
         check_log(log, trace)
     chosen, left_out = choose(trace, policies, budgets, lenient=lenient)
     if bounds:
+        for name in (ORACLE, CEILING):
+            if name in chosen:
+                raise OptionError(f"a policy is called {name!r}, as a bound is: rename it, or leave the bounds out")
         chosen |= {ORACLE: Clairvoyant.of(trace), RANDOM: chosen.get(RANDOM, Random())}
     lanes = {
         # the oracle reckons with the trace's own numbers
@@ -226,7 +229,7 @@ def choose(
     """The policies to run by name, and those left out with the reason; see ``simulate``."""
     if policies is None:
         lenient = True
-        policies = CATALOGUE if trace.name.startswith("decode-") else list(POLICIES)
+        policies = CATALOGUE if trace.about.get("source") == CATALOGUE_SOURCE else list(POLICIES)
     if not policies:
         raise OptionError("no policy to simulate: name at least one")
     named = dict(policies) if isinstance(policies, Mapping) else dict(map(_named, policies))

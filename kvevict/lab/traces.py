@@ -16,6 +16,7 @@ from kvevict.errors import TraceError
 from kvevict.lab.decode import decode_rows
 from kvevict.lab.patterns import PATTERNS, pattern_rows
 
+CATALOGUE_SOURCE = "policybook kv-cache catalogue"
 PUBLISHED_SEED = 7
 PATTERN_LENGTH = 200
 
@@ -88,7 +89,7 @@ def decode_trace(length: int = 4096, seeds: Sequence[int] = (PUBLISHED_SEED,)) -
             rows = torch.stack([rows for _, rows in several])  # (T, q, W)
             yield Block(several[0][0], rows[:, None, None])
 
-    about = {"source": "policybook kv-cache catalogue", "seeds": list(seeds), "length": length}
+    about = {"source": CATALOGUE_SOURCE, "seeds": list(seeds), "length": length}
     return Trace(f"decode-{length}", length, make, runs=len(seeds), own=False, about=about)
 
 
