@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HEADS, KV_HEADS, LAYERS, NAMES, forward, plain, small, snapshot, text, tiny
-from test_cli import WORDS, folder, words  # noqa: F401 - fixtures: a saved model that knows a few words, and a text
+from test_cli import folder, words  # noqa: F401 - fixtures: a saved model that knows a few words, and a text
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from kvevict import EvictingCache, OptionError, UnsupportedModelError
@@ -322,7 +322,7 @@ def test_capture_then_simulate_with_the_closed_loop(folder, words, tmp_path, cap
     arguments = [str(folder), str(words), "--tokens", "60", "--block", "16", "--output", str(trace)]
     assert main(["capture", *arguments]) == 0
     printed, progress = capsys.readouterr()
-    assert re.search(r"2 layers of 4 heads: [\d.]+ KiB before compression, in 4 files", progress)
+    assert re.search(r"layers of \d+ heads: [\d.]+ KiB before compression, in 4 files", progress)
     assert "Row sums differ from the model's by at most" in printed
     assert main(["capture", *arguments]) == 0  # nothing is left to do
     assert "60 tokens were there already" in capsys.readouterr().out
@@ -351,11 +351,11 @@ def test_the_closed_loop_of_a_formula_is_refused(tmp_path, capsys):
     assert "has no seeds" in capsys.readouterr().err
 
 
-def test_the_readmes_commands_run(folder, tmp_path, monkeypatch, capsys):  # noqa: F811 - a fixture
+def test_the_readmes_commands_run(folder, words, tmp_path, monkeypatch, capsys):  # noqa: F811 - fixtures
     section = README.read_text("utf-8").partition("## Simulate")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "wiki.test.raw").write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(100)))
+    words.rename(tmp_path / "wiki.test.raw")
     shutil.copytree(README.parent / "examples", tmp_path / "examples")
     commands = block.splitlines()
     assert len(commands) == 5
