@@ -123,6 +123,7 @@ class Lane:
         self.smallest, self.largest = min(tokens), max(tokens)
         self.bounds = torch.tensor(tokens).clamp_max(2**31)[:, None, None]  # (B, 1, 1)
         self._uneven = self.smallest < self.largest
+        self._budget = self._told(self.bounds)
         self._views: list[Held] = []
 
     def _told(self, bounds: Tensor) -> int | Tensor:
@@ -239,7 +240,7 @@ class Lane:
         positions = self.positions[:, :, : self.slots]
         live = (positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
         order = selection.eviction_order(scores, positions, protection)
-        stay = torch.minimum(live - self.policy.at_once(self._told(self.bounds)), self.bounds)
+        stay = torch.minimum(live - self.policy.at_once(self._budget), self.bounds)
         if protection is not None:
             stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
         rank = torch.arange(self.slots)
@@ -315,7 +316,8 @@ class Lane:
                 )
             if scores.dtype == torch.bool or scores.is_complex():
                 raise PolicyError(f"{type(self.policy).__name__}.score() gave {scores.dtype}: return real numbers")
-            if scores.dtype.is_floating_point and bool((scores.isnan() & (held.positions >= 0)).any()):
+            bad = scores.isnan() if scores.dtype.is_floating_point else None
+            if bad is not None and bool(bad.any()) and bool((bad & (held.positions >= 0)).any()):
                 raise PolicyError(
                     f"{type(self.policy).__name__}.score() gave NaN for a token of layer {layer} at step {seen - 1} of "
                     f"trace {self.trace.name}"
@@ -324,7 +326,7 @@ class Lane:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _protection(self, seen: int) -> Tensor | None:
-        bounds = self._told(self.bounds)
+        bounds = self._budget
         return selection.protected(
             self.positions[:, :, : self.slots],
             seen=seen,
