@@ -51,3 +51,7 @@ class ModelError(KvevictError, OSError):
 
 class TextError(KvevictError, ValueError):
     """A text cannot be read, or has nothing in it."""
+
+
+class TraceError(KvevictError, ValueError):
+    """A trace of attention does not exist, cannot be read, or cannot be made."""

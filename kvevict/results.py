@@ -16,6 +16,7 @@ import transformers
 
 import kvevict
 from kvevict.errors import OutputError
+from kvevict.files import write_file
 
 PARTS = "parts"
 """The folder of finished parts: one file for each cell and piece, written whole or not at all."""
@@ -57,11 +58,8 @@ def check_folder(folder: Path) -> None:
 def save_files(folder: Path, contents: dict[str, bytes]) -> list[Path]:
     """Writes files by name, each whole or not at all; returns their paths. Raises OutputError."""
     check_folder(folder)
-    try:
-        for name, content in contents.items():
-            _write(folder / name, content)
-    except OSError as error:
-        raise OutputError(f"results cannot be written to {str(folder)!r}: {error.strerror}") from error
+    for name, content in contents.items():
+        write_file(folder / name, content)
     return [folder / name for name in contents]
 
 
@@ -116,16 +114,3 @@ def aligned_table(head: list[str], lines: list[list[str]]) -> str:
     texts = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells]
     texts.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(texts)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replaces ``path`` in one step: a reader sees the old file or the new one."""
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        Path(unfinished).chmod(0o644)  # mkstemp lets only the owner read
-        Path(unfinished).replace(path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise

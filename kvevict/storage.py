@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import secrets
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvevict.errors import OutputError, StoredCacheError, WrongModelError
+from kvevict.files import replace, write_file
 from kvevict.policies import POLICIES, make_policy
 from kvevict.policies.base import Policy
 
@@ -48,10 +47,10 @@ def save(policy: Policy, budget: int | float, states: Sequence[dict[str, Any]], 
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / TENSORS, lambda path: save_file(tensors, path, {"id": books["id"]}))
-        _write(folder / BOOKS, lambda path: Path(path).write_text(json.dumps(books, indent=1) + "\n", "utf-8"))
     except OSError as error:
         raise OutputError(f"{folder}: the cache cannot be written ({error})") from error
+    replace(folder / TENSORS, lambda path: save_file(tensors, path, {"id": books["id"]}))
+    write_file(folder / BOOKS, (json.dumps(books, indent=1) + "\n").encode())
 
 
 def read(folder: Path, model: nn.Module, policy: Policy | None) -> tuple[Policy, int | float, list[dict[str, Any]]]:
@@ -156,15 +155,3 @@ def _device(name: str) -> torch.device:
     """The device of that name, or the CPU where this machine has none such: the first forward moves what it needs."""
     device = torch.device(name)
     return device if device.type == "cpu" or torch.accelerator.is_available() else torch.device("cpu")
-
-
-def _write(path: Path, write: Any) -> None:
-    """Writes a file beside ``path`` and renames it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-    os.close(handle)
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -18,6 +18,7 @@ POLICY_FILES = [path for path in FILES if path.parts[0] == "policies"]
 
 ORDER = [  # from the bottom up: a module imports from lower lines only
     {"errors"},
+    {"files"},
     {"policies", "selection", "masks"},
     {"host", "statistics", "rope", "drafts", "storage"},
     {"layer"},
@@ -30,14 +31,15 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"plots"},
     {"pieces", "tables", "figures"},
     {"sweep"},
+    {"lab"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope", "storage"}
 MEASURING = {
-    "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "harness", "metrics", "models",
-    "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
+    "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "harness", "lab", "metrics",
+    "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
 }  # fmt: skip  # names, many to a line
 EXTRAS = {"datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
 

@@ -5,5 +5,7 @@ A new command is one file and one name in ``COMMANDS``.
 
 from __future__ import annotations
 
-COMMANDS = ("policies", "compare", "perplexity", "fidelity", "needle", "sweep", "plot", "bench")
+COMMANDS = (
+    "policies", "compare", "perplexity", "fidelity", "needle", "sweep", "plot", "simulate", "capture", "bench",
+)  # fmt: skip  # one line of names
 """Modules of this package, in the order of ``kvevict --help``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import sys
 from pathlib import Path
 
@@ -50,14 +49,12 @@ def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the file."""
     need("bench", "tqdm")
     # imported here: the other commands need none of it
-    import torch
-    import transformers
     from tqdm import tqdm
 
     from kvevict import bench
     from kvevict.models import check_device, check_installed, load_model
     from kvevict.policies import make_policy
-    from kvevict.results import check_folder
+    from kvevict.results import check_folder, environment, save_files
 
     policies = {name: make_policy(name) for name in options.policies}
     check_folder(options.output)
@@ -79,15 +76,12 @@ def run(options: argparse.Namespace) -> None:
             rows += bench.prefill(model, policies, tokens, options.budget, repeats=options.repeats, progress=bar.update)
     settings = {
         "model": loaded.description,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "device": str(model.device),
         "budget": options.budget,
+        **environment(),
     }
     document = {"settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "bench.json"
-    path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    [path] = save_files(options.output, {"bench.json": (json.dumps(document, indent=1) + "\n").encode()})
     print(", ".join(f"{name} {value}" for name, value in settings.items()))
     print(bench.table(rows))
     print("Written:", path)

@@ -1,0 +1,78 @@
+"""``kvevict capture``: a real model's attention on a text, to simulate policies on."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from kvevict.commands.options import Commands, positive, say
+from kvevict.commands.progress import progress_bar
+
+TOKENS = 2048
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    capture = commands.add_parser(
+        "capture",
+        help="record a model's attention on a text, for simulate",
+        description="Read a text through a model with nothing evicted, and write the attention of every layer, head "
+        "and query to a folder that kvevict simulate replays. An interrupted capture can be simulated as far as it "
+        "went, and the same command continues it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    capture.set_defaults(run=run)
+    add = capture.add_argument
+    add("model", help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id')
+    add("text", help='a text file, "datasets:ID[:CONFIG[:SPLIT]]", or "default" for what kvevict compare reads')
+    add("--tokens", type=positive, default=TOKENS, help="how many tokens of the text to read")
+    add("--block", type=positive, default=64, help="queries per forward and per file")
+    add("--device", help='such as "cpu" or "cuda:0"; left out, CUDA if there is one')
+    add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="of the weights")
+    add("--output", type=Path, help="folder; left out, kvevict-captures/MODEL-TEXT-TOKENS")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Announces the size, captures, and says what was written."""
+    # imported here: other commands need none of it
+    import torch
+
+    from kvevict.cache import human_bytes
+    from kvevict.lab.capture import capture, plan
+    from kvevict.models import check_device, check_installed, load_model
+    from kvevict.text import load_text
+
+    check_installed(options.model)
+    if options.device:
+        check_device(options.device)
+    text = load_text(None if options.text == "default" else options.text)
+    if text.notice:
+        say(text.notice)
+    loaded = load_model(options.model, device=options.device, dtype=options.dtype, notify=say)
+    ids = torch.tensor(loaded.tokenizer(text.text, verbose=False)["input_ids"][: options.tokens])
+    if len(ids) < options.tokens:
+        say(f"{text.name} has only {len(ids)} tokens")
+    folder = options.output or Path("kvevict-captures") / _slug(f"{options.model}-{text.name}-{len(ids)}")
+    shape = plan(loaded.model, ids, options.block)
+    say(
+        f"{loaded.description}; {text.name}, {len(ids)} tokens; {shape.layers} layers of {shape.heads * shape.group} "
+        f"heads: {human_bytes(shape.nbytes)} before compression, in {shape.blocks} files in {folder}"
+    )
+    about = {"model": loaded.description, "text": text.name, "text_sha256": text.sha256}
+    with progress_bar(len(ids), "tokens") as progress:
+        done = capture(
+            loaded.model, ids, folder, source=options.model, block=options.block, about=about, progress=progress
+        )
+    if done.resumed:
+        print(f"{done.resumed} tokens were there already.")
+    print(
+        f"Written: {folder}, {human_bytes(done.stored_bytes)}. Row sums differ from the model's by at most "
+        f"{done.row_error:.1e}."
+    )
+    print(f"Next: kvevict simulate {folder}")
+
+
+def _slug(name: str) -> str:
+    """A name that can be a folder's."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.")
