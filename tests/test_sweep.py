@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from kvevict import EvictingCache, OptionError
 from kvevict import sweep as sweep_module
+from kvevict.errors import OutputError
 from kvevict.evaluation import perplexity
 from kvevict.fidelity import fidelity, full_cache
 from kvevict.models import load_model, revision
@@ -347,6 +348,16 @@ sweep.run_plan(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
     run(given, killed)
     run(given, tmp_path / "whole")
     assert (killed / "results.jsonl").read_bytes() == (tmp_path / "whole" / "results.jsonl").read_bytes()
+
+
+def test_a_part_that_something_else_damaged_is_named(given, tmp_path):
+    run(given, tmp_path / "out")
+    part = next((tmp_path / "out" / "parts").iterdir())
+    part.write_text("{")
+    with pytest.raises(OutputError, match=f"{part.name} is damaged .* delete it"):
+        run(given, tmp_path / "out")
+    part.unlink()
+    assert len(run(given, tmp_path / "out").rows) == 5
 
 
 def test_a_finished_sweep_measures_nothing_again(given, tmp_path, monkeypatch):
