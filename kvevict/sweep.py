@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvevict.cache import EvictingCache
-from kvevict.errors import OptionError
+from kvevict.errors import OptionError, OutputError
 from kvevict.models import load_model, revision
 from kvevict.pieces import Piece, load_source, make_pieces, measure_piece
 from kvevict.plan import Cell, Plan, Source
@@ -245,5 +245,8 @@ def _collect(parts: list[Part], folder: Path, processes: Processes) -> list[Fini
 
 
 def _read(path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(path.read_bytes())
+    try:
+        record: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise OutputError(f"{path} is damaged ({error}): delete it and run the command again") from error
     return record

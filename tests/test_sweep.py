@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from kvevict import EvictingCache, OptionError
 from kvevict import sweep as sweep_module
+from kvevict.errors import OutputError
 from kvevict.evaluation import perplexity
 from kvevict.fidelity import fidelity, full_cache
 from kvevict.models import load_model, revision
@@ -182,6 +183,27 @@ def test_every_row_says_what_made_it(given, tmp_path):
         assert row["protocol"] == "chunked streaming (chunk=16)"
 
 
+def test_models_and_texts_are_measured_each_with_each(given, folder, articles, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    model, _, _ = load_model(str(folder))
+    model.lm_head.weight.data *= 2
+    model.save_pretrained(other)
+    (tmp_path / "more.txt").write_text(PROSE * 3)
+    given |= {"models": [str(folder), str(other)], "policies": ["tova"], "budgets": [16]}
+    given["texts"] = [str(articles), {"source": str(tmp_path / "more.txt"), "tokens": 50}]
+    rows = run(given, tmp_path / "out").rows
+    assert [(row["model"], row["text"], row["policy"]) for row in rows] == [
+        (str(name), text, policy)
+        for name in (folder, other)
+        for text in ("articles.txt", "more.txt")
+        for policy in ("full cache", "tova")
+    ]
+    assert len({row["revision"] for row in rows}) == 2
+    full = [row["perplexity"] for row in rows if row["policy"] == "full cache"]
+    assert len(set(full)) == 4
+    assert [row["full_perplexity"] for row in rows if row["policy"] == "tova"] == full  # each with its own
+
+
 def test_nats_of_each_position_are_kept(given, tmp_path):
     report = run(given, tmp_path / "out")
     parts = [json.loads(path.read_text()) for path in (tmp_path / "out" / "parts").iterdir()]
@@ -326,6 +348,16 @@ sweep.run_plan(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
     run(given, killed)
     run(given, tmp_path / "whole")
     assert (killed / "results.jsonl").read_bytes() == (tmp_path / "whole" / "results.jsonl").read_bytes()
+
+
+def test_a_part_that_something_else_damaged_is_named(given, tmp_path):
+    run(given, tmp_path / "out")
+    part = next((tmp_path / "out" / "parts").iterdir())
+    part.write_text("{")
+    with pytest.raises(OutputError, match=f"{part.name} is damaged .* delete it"):
+        run(given, tmp_path / "out")
+    part.unlink()
+    assert len(run(given, tmp_path / "out").rows) == 5
 
 
 def test_a_finished_sweep_measures_nothing_again(given, tmp_path, monkeypatch):
