@@ -80,11 +80,15 @@ class AdaptiveEMA(Policy):
         # so that scores do not depend on how the text was cut into blocks.
         queries = rows.positions  # (B, Q)
         due = self._last_due(held, queries.amax(1, keepdim=True) + 1)  # (B, 1)
-        before = (queries >= 0) & (queries < due)
-        self._learn(held, attention, seen, torch.where(before, beta, 1.0), torch.where(before, queries, -1))
-        self._rebuild(held, due.unsqueeze(-1), before.any(1)[:, None, None])
-        after = queries >= due
-        self._learn(held, attention, seen, torch.where(after, beta, 1.0), torch.where(after, queries, -1))
+        before, after = (queries >= 0) & (queries < due), queries >= due
+        # Most decode steps have nothing before a rebuild, or nothing after it. Looking costs less than working on
+        # nothing, except on an accelerator, where the answer has to be waited for.
+        look = queries.device.type == "cpu"
+        if not look or bool(before.any()):
+            self._learn(held, attention, seen, torch.where(before, beta, 1.0), torch.where(before, queries, -1))
+            self._rebuild(held, due.unsqueeze(-1), before.any(1)[:, None, None])
+        if not look or bool(after.any()):
+            self._learn(held, attention, seen, torch.where(after, beta, 1.0), torch.where(after, queries, -1))
 
     def score(self, held: Held) -> Tensor:
         return held["score"][:, :1]  # (B, 1, L)
