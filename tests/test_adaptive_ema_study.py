@@ -14,7 +14,7 @@ from kvevict.lab.simulation import simulate
 from kvevict.lab.traces import named_trace
 from kvevict.policies import AdaptiveEMA
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "adaptive_ema.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "adaptive_ema_study.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The adaptive-EMA design note's study, run again: its patterns, its edge cases, and its speed beside ours.
 
-    python benchmarks/adaptive_ema.py
+    python examples/adaptive_ema_study.py
 
 The note keeps a dictionary of importances and a heap of scores; ``DictionaryAndHeap`` is that idea, written down
 directly. kvevict's ``adaptive_ema`` keeps tensors. Both step over the same attention. Times are of one run in one
