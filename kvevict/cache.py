@@ -81,12 +81,13 @@ class EvictingCache(Cache):
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
+        self._print: dict[str, Any] | None = None  # of the model, where it was unpickled without one
         # Phi-3 and its kin: generate() drops the cache when the text outgrows this
         self._dropped_beyond: int | None = getattr(model.config, "original_max_position_embeddings", None)
         self._bind(model)
 
     def _bind(self, model: PreTrainedModel) -> None:
-        policy = self.policy
+        policy, self._print = self.policy, None
         self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model)
         self._modules = {id(module) for module in host.attention_modules(model)}
         self._base = host.implementation(model)
@@ -155,11 +156,14 @@ class EvictingCache(Cache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        self._end_draft()
+        for layer in self.evicting_layers:
+            layer.check_pending()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
+        if copied._drafting:
+            copied._cut(0)  # its rows live in the original, which may go on
         if self._attachment is not None:
             self._attachment.users.add(copied)  # leaving a `with` of the original must not detach the copy
         return copied
@@ -174,26 +178,34 @@ class EvictingCache(Cache):
 
     # -- copies and files ------------------------------------------------------------------------------------
 
+    def __copy__(self) -> EvictingCache:
+        raise UnsupportedOperationError("copy.copy(cache) would share tensors that change: use copy.deepcopy(cache)")
+
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle holds: everything but the model."""
-        self._end_draft()
+        self._check_halfway()
         model = self._model()
-        own = {"_model": _nobody, "_modules": set(), "_attachment": None}
-        return {**vars(self), **own, "_print": None if model is None else storage.fingerprint(model)}
+        known = self._print if model is None else storage.fingerprint(model)
+        own = {"_model": _nobody, "_modules": set(), "_attachment": None, "_print": known}
+        return {**vars(copy.deepcopy(self) if self._drafting else self), **own}
 
     def attach(self, model: PreTrainedModel) -> EvictingCache:
         """Lets ``model`` use a cache that was unpickled, or whose model was detached; returns the cache.
 
-        Raises WrongModelError, before anything changes, for a model other than the one that filled the cache.
+        Raises WrongModelError, before anything changes, for a model other than the one that filled the cache, or if
+        that model is gone and nothing tells which it was.
         """
-        was = vars(self).get("_print")
         known = self._model()
-        if was is not None:
-            storage.check_model(was, storage.fingerprint(model), "this cache")
-        elif known is not None and known is not model:
+        if self._print is not None:
+            storage.check_model(self._print, storage.fingerprint(model), "this cache")
+        elif known is None:
+            raise WrongModelError(
+                "the model that filled this cache is gone, and so it cannot be told whether this one is the same: save "
+                "or pickle a cache while its model is there"
+            )
+        elif known is not model:
             raise WrongModelError("this cache belongs to another model: build an EvictingCache for this one")
         self._bind(model)
-        self._print = None
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -201,13 +213,12 @@ class EvictingCache(Cache):
 
         Raises OutputError if they cannot be written, and ObservationError if the last forward ended halfway.
         """
-        self._end_draft()
-        for layer in self.evicting_layers:
-            layer.check_pending()
+        self._check_halfway()
         model = self._model()
         if model is None:
             raise ObservationError("this cache belongs to no model: call cache.attach(model) before saving it")
-        states = [layer.books() if isinstance(layer, EvictingLayer) else vars(layer) for layer in self.layers]
+        layers = copy.deepcopy(self).layers if self._drafting else self.layers
+        states = [layer.books() if isinstance(layer, EvictingLayer) else vars(layer) for layer in layers]
         storage.save(self.policy, self.budget, states, model, Path(path))
 
     @classmethod
@@ -268,31 +279,19 @@ class EvictingCache(Cache):
     def check_forward(self, module: torch.nn.Module | None, tokens: int, unused: bool) -> None:
         """Once per forward of ``tokens`` tokens, before the first evicting layer stores them.
 
-        Raises if ``module``, its attention or the layers are not as this cache needs them, or if the caller asked
+        Raises if ``module``, its attention or the layers are not as this cache needs them, or if generate() was asked
         for no cache (``unused``).
         """
         if not self._modules:
             raise ObservationError("this cache was unpickled and belongs to no model yet: call cache.attach(model)")
         self.check_module(module)
-        if unused:
+        if unused and host.inside_generate():
             raise OptionError(
                 "use_cache=False with an EvictingCache: generate() would feed it the whole text again at every step. "
                 "Leave out use_cache=False, or the cache"
             )
+        self._check_halfway(tokens)
         self._end_draft()
-        # transformers' layers below the first of ours have this forward's tokens already
-        seen = [
-            layer.get_seq_length() - (tokens if index < self._evicting[0] else 0)
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, CacheLayerMixin)
-        ]
-        if min(seen) != max(seen):
-            raise ObservationError(
-                f"the previous forward ended halfway: its layers have seen {min(seen)} to {max(seen)} tokens. Call "
-                "cache.reset(), or go on from a copy made before it"
-            )
-        for layer in self.evicting_layers:
-            layer.check_pending()
         model = self._model()
         now = self._base if model is None else host.implementation(model)
         if now != self._base:
@@ -338,9 +337,18 @@ class EvictingCache(Cache):
                 f"crop({tokens_to_remove}): give minus the number of tokens to remove, such as "
                 f"crop({-tokens_to_remove})"
             )
-        for layer in self.evicting_layers:
-            layer.check_pending()
-            layer.check_crop(-tokens_to_remove)
+        self._check_halfway()
+        for each in self.layers:
+            if isinstance(each, EvictingLayer):
+                each.check_crop(-tokens_to_remove)
+            elif tokens_to_remove and not _can_crop(each):
+                raise UnsupportedOperationError(
+                    f"crop({tokens_to_remove}): a {type(each).__name__} of this model cannot take tokens back. Call "
+                    "cache.activate_past_recording() before the forward, or go on from a copy.deepcopy(cache) made "
+                    "before it"
+                )
+        if not self.get_seq_length(self._evicting[0]):
+            return
         for other in self.layers:
             if not isinstance(other, EvictingLayer) and hasattr(other, "crop"):
                 other.crop(tokens_to_remove)
@@ -357,15 +365,38 @@ class EvictingCache(Cache):
         """Accepts the newest forward if it is still a draft; stops recording once generate() is no longer there."""
         if not self.evicting_layers[0].record_past:
             return
-        if any(layer.draft is not None for layer in self.evicting_layers):
+        if self._drafting:
             self._cut(0)
         if self._assisted and host.assisted_prompt() is None:
             self._assisted = False
+            begun = self.get_seq_length(self._evicting[0]) > 0
             recording: list[Any] = [layer for layer in self.layers if hasattr(layer, "record_past")]
             for layer in recording:
-                if not isinstance(layer, EvictingLayer):
+                if not isinstance(layer, EvictingLayer) and getattr(layer, "is_initialized", begun):
                     layer.crop(0)  # back to its window
                 layer.record_past = False
+
+    @property
+    def _drafting(self) -> bool:
+        return any(layer.draft is not None for layer in self.evicting_layers)
+
+    def _check_halfway(self, ahead: int = 0) -> None:
+        """Raises ObservationError if the previous forward ended halfway.
+
+        ahead: tokens of the next forward that the layers below the first evicting one have taken already.
+        """
+        for layer in self.evicting_layers:
+            layer.check_pending()
+        seen = [
+            layer.get_seq_length() - (ahead if index < self._evicting[0] else 0)
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, CacheLayerMixin)
+        ]
+        if min(seen) != max(seen):
+            raise ObservationError(
+                f"the previous forward ended halfway: its layers have seen {min(seen)} to {max(seen)} tokens. Call "
+                "cache.reset(), or go on from a copy made before it"
+            )
 
     def reset(self) -> None:
         """Forgets everything, and frees the memory."""
@@ -376,18 +407,28 @@ class EvictingCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was, in every layer and in all that the policy knows."""
-        self._end_draft()
+        self._before_rows("reorder_cache")
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # any integer tensor will do
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times in a row."""
-        self._end_draft()
+        self._before_rows("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only these rows."""
-        self._end_draft()
+        self._before_rows("batch_select_indices")
         super().batch_select_indices(indices)
+
+    def _before_rows(self, operation: str) -> None:
+        """Ends a draft, and raises before anything changes if some layer cannot do what the others would."""
+        for layer in self.layers:
+            if not hasattr(layer, operation):
+                raise UnsupportedOperationError(
+                    f"{operation}: a {type(layer).__name__} of this model has no such operation in this release of "
+                    "transformers"
+                )
+        self._end_draft()
 
     def settle(self, layer: EvictingLayer) -> None:
         """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""
@@ -410,6 +451,13 @@ class EvictingCache(Cache):
                 "this cache was built for another model (or for another copy of this one): build an EvictingCache for "
                 "the model that uses it"
             )
+
+
+def _can_crop(layer: Any) -> bool:
+    """Whether a layer of transformers can take tokens back now."""
+    if getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False):
+        return bool(layer.get_seq_length() < layer.sliding_window)
+    return bool(getattr(layer, "is_croppable", False))
 
 
 def _nobody() -> None:

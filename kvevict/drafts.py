@@ -111,7 +111,7 @@ def accept(layer: EvictingLayer, removed: int) -> None:
     layer.seen, layer.row_seen, layer.shortest = draft.seen, draft.row_seen, draft.shortest
     layer.clear_slots(draft.first + accepted, draft.first + draft.tokens)
     layer.slots, layer.fresh = draft.first, 0
-    if not accepted:
+    if accepted <= draft.dense:  # what came before a token of its own is not over yet
         layer.prompt, layer.row_prompt = draft.prompt, draft.row_prompt
     for start, stop in draft.blocks(accepted):
         _step(layer, draft, start, stop, evict=stop < accepted)

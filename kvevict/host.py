@@ -146,6 +146,16 @@ def unused(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("use_cache", (arguments.get("kwargs") or {}).get("use_cache")) is False
 
 
+def inside_generate() -> bool:
+    """Whether generate() is somewhere above us."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == "transformers.generation.utils":
+            return True
+    return False
+
+
 def about_to_drop(limit: int, seen: int) -> bool:
     """Whether the caller's caller is generate() putting a new cache in the place of one that holds ``seen`` tokens.
 

@@ -153,7 +153,7 @@ class EvictingLayer(CacheLayerMixin):
         self.shortest = 0  # real tokens of the row that has fewest
         self.arrived: Tensor | None = None  # (B | 1, Q) positions of the newest forward's tokens, -1 for pads
         self.fresh = 0  # tokens of the newest forward
-        self.ragged = False  # some row's newest token is a pad: its last queries are not the last columns
+        self.ragged = False  # pads among the last columns: some row's last queries are not the last columns
         self.free: Tensor | None = None  # (B, H, 1) one empty slot in every row and head
         self.landed: Tensor | None = None  # (B, H, 1) where the newest token went, when it went into `free`
         self.ordered = True  # slot i still holds column i
@@ -492,11 +492,16 @@ class EvictingLayer(CacheLayerMixin):
         if self.fresh > 1 or self.spec.varies:
             self.shortest = int(self.row_seen.min())
         if self.fresh > 1:
-            self.ragged = not bool(real[:, -1].all())
+            self.ragged = self._is_ragged(real)
         ranks = before[:, None] + real.cumsum(1) - 1
         self.arrived = ranks.masked_fill(~real, -1)
         self._write(self.positions, self.arrived[:, None])
         self.gaps = True
+
+    def _is_ragged(self, real: Tensor) -> bool:
+        """Whether the last queries that the policy wants are not the last columns in some row of ``real`` (B, Q)."""
+        last = min(self.spec.policy.queries, real.shape[1])
+        return bool((real[:, real.shape[1] - last :].sum(1) < real.sum(1).clamp_max(last)).any())
 
     def held(self) -> Held:
         """What the policy may see, through views of the slots in use."""
@@ -650,7 +655,7 @@ class EvictingLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
             self.keys, self.values = self.keys.detach(), self.values.detach()
-        if self.crowded:
+        if self.crowded and self.free is None:  # an empty slot that nobody has taken: nothing came since
             self._evict(self._shown or self.held(), rescore)
         self.pending, self._shown = False, None
 
@@ -760,7 +765,7 @@ class EvictingLayer(CacheLayerMixin):
         if draft.row_seen is not None:
             self.row_seen = draft.row_seen + (draft.arrived[:, :stop] >= 0).sum(1)
             self.shortest = int(self.row_seen.min())
-            self.ragged = not bool((self.arrived[:, -1] >= 0).all())
+            self.ragged = self._is_ragged(self.arrived >= 0)
 
     def mark(self) -> None:
         """Evicts like ``settle``, but leaves what goes as empty slots where it is."""
@@ -823,7 +828,7 @@ class EvictingLayer(CacheLayerMixin):
 
     # -- storage ---------------------------------------------------------------------------------------------
 
-    _NUMBERS = ("slots", "seen", "prompt", "shortest", "dead", "gaps", "ordered", "is_initialized", "record_past")
+    _NUMBERS = ("slots", "seen", "prompt", "shortest", "dead", "gaps", "ordered", "is_initialized")
     _BY_SLOT = ("keys", "values", "positions", "tokens")
     _BY_ROW = ("row_seen", "row_prompt", "free")
 

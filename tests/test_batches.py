@@ -130,6 +130,15 @@ def test_pads_anywhere_are_never_kept_scored_or_attended(name, implementation, s
     _assert_masked_rows_are_alone(small(name), BUDGET, implementation, mask, sizes)
 
 
+@every_policy
+@pytest.mark.parametrize("seed", range(2))
+def test_pads_just_before_the_newest_tokens_hide_no_query(name, seed):
+    """A right-padded prompt fed together with what follows it."""
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, 16 + seed : 18 + seed] = 0
+    _assert_masked_rows_are_alone(small(name), BUDGET, "sdpa", mask, [20, 1, 1, 1, 1])
+
+
 @pytest.mark.parametrize("budget", [BUDGET, 0.4])
 @every_implementation
 def test_a_paused_row_of_a_pyramid_keeps_what_it_held(budget, implementation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -29,8 +30,10 @@ from helpers import (
 )
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from kvevict import EvictingCache, OptionError, UnsupportedOperationError
+from kvevict import EvictingCache, ObservationError, OptionError, UnsupportedOperationError
 from kvevict.policies import PyramidKV, SnapKV
 
 VOTED = ["adaptive_ema"]  # all layers decide together, so that no draft can be stepped through layer by layer
@@ -245,14 +248,22 @@ def test_a_draft_that_nobody_shortens_is_accepted_by_the_next_forward(name, impl
 
 
 @pytest.mark.parametrize("name", ["h2o", "random"])
-def test_a_copy_of_an_open_draft_is_settled(name):
+def test_copies_and_files_of_an_open_draft_are_settled_and_leave_it_open(name, tmp_path):
     model = tiny()
     cache, ids, _ = _filled(model, name)
     cache.activate_past_recording()
     forward(model, cache, ids[:, 23:27])
     copied = copy.deepcopy(cache)
-    _assert_same(cache, copied)
     assert max(copied.stored) <= BUDGET
+    cache.save(tmp_path)
+    unpickled = pickle.loads(pickle.dumps(cache)).attach(model)
+    loaded = EvictingCache.load(model, tmp_path)
+    cache.crop(-2)  # none of them ended the original's draft
+    assert cache.get_seq_length() == 25
+    forward(model, cache, ids[:, 25:27])
+    cache.crop(0)
+    for each in (copied, unpickled, loaded):
+        _assert_same(cache, each)
     for each in (cache, copied):
         each.reset()
         assert not any(layer.record_past for layer in each.evicting_layers)
@@ -301,3 +312,93 @@ def test_without_recording_nothing_that_left_a_trace_is_taken_back(name):
     cache.crop(0)
     assert cache.get_seq_length() == PROMPT
     assert all(torch.equal(*pair) for pair in zip(before, kept(cache), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "full"])
+def test_accepting_nothing_again_and_again_changes_nothing(name):
+    model = tiny()
+    cache, ids, _ = _filled(model, name)
+    once = copy.deepcopy(cache)
+    for _ in range(3):
+        cache.crop(0)
+    _assert_same(cache, once)
+    assert cache.stored == once.stored
+    one, other = (forward(model, each, ids[:, 23:24]) for each in (cache, once))
+    assert (one - other).abs().max() < NOISE
+    cache.activate_past_recording()
+    forward(model, cache, ids[:, 24:25])
+    forward(model, once, ids[:, 24:25])
+    for _ in range(3):
+        cache.crop(0)
+    _assert_same(cache, once)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(window=3, kernel=3, scores="prompt"),
+        PyramidKV(window=3, kernel=3, rounding="authors"),
+        small("h2o", protect_prompt=0.4),
+        small("tova", protect_prompt=0.4),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_a_prompt_of_which_no_token_followed_is_not_over(policy):
+    model, ids = tiny(), text(length=40)
+    plain, drafted = (EvictingCache(model, policy, budget=12) for _ in range(2))
+    generate(model, ids[:, :20], plain, new=1)
+    generate(model, ids[:, :20], drafted, new=1, prompt_lookup_num_tokens=4)
+    for cache in (plain, drafted):
+        generate(model, ids, cache, new=1)
+    _assert_same(drafted, plain)
+
+
+def _hybrid(kinds: list[str]) -> Any:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+             "num_key_value_heads": 2, "vocab_size": VOCABULARY, "head_dim": 16}  # fmt: skip  # one shape
+    torch.manual_seed(0)
+    return sharpened(Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=kinds, sliding_window=5)))
+
+
+def test_a_hybrids_cache_survives_an_assisted_call_that_never_began():
+    model = _hybrid(["sliding_attention", "full_attention"])
+    cache, fresh = (EvictingCache(model, "h2o", budget=BUDGET) for _ in range(2))
+    with pytest.raises(ValueError, match="batch_size"):
+        generate(model, text(2, 20), cache, prompt_lookup_num_tokens=4)
+    cache.crop(0)
+    copy.deepcopy(cache)
+    expected = generate(model, text(length=20), fresh).sequences
+    assert torch.equal(generate(model, text(length=20), cache).sequences, expected)
+
+
+def test_sliding_layers_that_outgrew_their_window_take_nothing_back_unless_recorded():
+    model = _hybrid(["sliding_attention", "full_attention"])
+    cache = EvictingCache(model, "random", budget=50)
+    forward(model, cache, text(length=20))
+    with pytest.raises(UnsupportedOperationError, match="DynamicSlidingWindowLayer"):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("name", ["h2o", "random"])
+def test_a_kernel_that_fails_in_the_last_layer_is_noticed(name, recording, register_kernel):
+    fails: list[int] = []
+
+    def kernel(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if module.layer_idx in fails:
+            raise RuntimeError("out of memory")
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    model = tiny()
+    model.set_attn_implementation(register_kernel("fragile", kernel, sdpa_mask))
+    cache, ids, _ = _filled(model, name)
+    if recording:
+        cache.activate_past_recording()
+    fails.append(2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward(model, cache, ids[:, 23:25])
+    fails.clear()
+    for use in (lambda: forward(model, cache, ids[:, 25:26]), lambda: cache.crop(0), lambda: copy.deepcopy(cache)):
+        with pytest.raises(ObservationError, match=r"cache\.reset\(\)"):
+            use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 from dataclasses import dataclass
@@ -242,6 +243,56 @@ def test_a_pickled_cache_of_another_model_is_refused():
     with pytest.raises(WrongModelError, match="weights"):
         copied.attach(other)
     assert snapshot(other) == before
+
+
+def test_the_model_is_remembered_through_several_pickles_and_asked_for_where_it_is_gone():
+    filled, other = tiny(), tiny(seed=1)
+    cache = _filled(filled, "h2o")[0]
+    twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(cache))))
+    with pytest.raises(WrongModelError, match="weights"):
+        twice.attach(other)
+    del filled
+    gc.collect()
+    for left in (cache, pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(WrongModelError, match="is gone"):
+            left.attach(other)
+
+
+@pytest.mark.parametrize("how", ["save", "pickle"])
+def test_a_cache_whose_forward_ended_halfway_is_not_kept(how, tmp_path):
+    model = tiny()
+    cache, blocks, _ = _filled(model, "h2o")
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, cache, blocks[0])
+    handle.remove()
+    with pytest.raises(ObservationError, match="ended halfway"):
+        cache.save(tmp_path) if how == "save" else pickle.dumps(cache)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shallow_copy_is_refused():
+    model = tiny()
+    with pytest.raises(NotImplementedError, match="deepcopy"):
+        copy.copy(EvictingCache(model, "h2o", budget=BUDGET))
+
+
+def test_rows_of_a_model_whose_layers_cannot_move_them_stay_where_they_are():
+    torch.manual_seed(0)
+    model = _qwen3_next()
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    forward(model, cache, text(2, 20))
+    if all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+        cache.batch_select_indices(torch.tensor([1]))
+        assert {len(positions) for positions in kept(cache)} == {1}
+    else:
+        with pytest.raises(NotImplementedError, match="batch_select_indices"):
+            cache.batch_select_indices(torch.tensor([1]))
+        assert {len(positions) for positions in kept(cache)} == {2}
 
 
 def test_a_cache_of_a_detached_model_can_be_attached_again():
