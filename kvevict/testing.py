@@ -27,7 +27,8 @@ def run(
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Feeds token blocks (B, Q) to ``model`` with ``cache``.
 
-    attention_mask: (B, all tokens), 0 for pads. ``position_ids``: whether to pass them, counted over real tokens.
+    attention_mask: (B, all tokens), 0 for pads. ``position_ids``: whether to pass them, counted over real tokens,
+    to a model that takes them.
     Returns each forward's logits (B, Q, vocabulary), and what each evicting layer held before that forward.
     """
     logits, held = [], []
@@ -38,7 +39,7 @@ def run(
         arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
         if attention_mask is not None:
             arguments["attention_mask"] = attention_mask[:, :done]
-        if position_ids:
+        if position_ids and _takes_positions(model):
             arguments["position_ids"] = _positions(block, attention_mask, done)
         with torch.no_grad():
             logits.append(model(block, **arguments).logits)
@@ -90,18 +91,27 @@ def replay(
                             shown[b, h, max(0, column - done) :, column] = True
                 dtype = next(model.parameters()).dtype
                 mask = torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
-                masks[id(module)] = mask.repeat_interleave(heads // kv_heads, 1)
+                if kept.numel():  # otherwise one mask serves all heads
+                    # layers may have different numbers of query heads
+                    mask = mask.repeat_interleave(getattr(module, "num_key_value_groups", heads // kv_heads), 1)
+                masks[id(module)] = mask
             done += queries
             arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
             if attention_mask is not None:
                 arguments["attention_mask"] = attention_mask[:, :done]
-            arguments["position_ids"] = _positions(block, attention_mask, done)
+            if _takes_positions(model):
+                arguments["position_ids"] = _positions(block, attention_mask, done)
             with torch.no_grad():
                 logits.append(model(block, **arguments).logits)
     finally:
         for handle in handles:
             handle.remove()
     return logits
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model lets its caller say where tokens stand; some count tokens, pads included."""
+    return "position_ids" in host.parameters(type(model).forward)
 
 
 def _positions(block: Tensor, attention_mask: Tensor | None, done: int) -> Tensor:
