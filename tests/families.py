@@ -79,6 +79,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -221,7 +222,7 @@ def found(family: str) -> Row:
 
 
 def _remark(model: Any, cache: EvictingCache) -> str:
-    names = {"DynamicSlidingWindowLayer": "sliding-window", "LinearAttentionLayer": "linear or convolution",
+    names = {"DynamicSlidingWindowLayer": "sliding-window or chunked", "LinearAttentionLayer": "linear or convolution",
              "DynamicIndexedLayer": "indexed", "DummyLayer": "feed-forward"}  # fmt: skip  # one table
     others = Counter(type(layer).__name__ for layer in cache.layers if not isinstance(layer, EvictingLayer))
     remarks = [f"{names.get(each, each)} layers stay transformers' own" for each in others]

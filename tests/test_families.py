@@ -20,7 +20,11 @@ BLOCKS = (PROMPT, 1, 1, 6, 1, 1)
 """A prompt, decode steps, and a turn of several tokens after an eviction."""
 POLICIES = ["h2o", "random"]
 
+# in older releases GPT-BigCode compiles its softmax when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
 NEWEST, ROWS = recorded()
+OLDER = tuple(map(int, RELEASE.split("."))) < tuple(map(int, NEWEST.split(".")))
 DIFFERING = OTHER_RELEASES.get(RELEASE, {})
 
 
@@ -56,7 +60,7 @@ def _in_full(family: str, padded: bool) -> tuple[list[Tensor], float]:
 
 
 def test_the_table_has_every_family_of_the_newest_release_and_no_other():
-    if tuple(map(int, RELEASE.split("."))) < tuple(map(int, NEWEST.split("."))):
+    if OLDER:
         pytest.skip(f"the table is for transformers {NEWEST}")
     assert sorted(ROWS) == FAMILIES, "run: python tests/families.py > docs/models.md"
 
@@ -68,8 +72,11 @@ def test_the_table_says_what_becomes_of_a_family(family):
         assert row.outcome == DIFFERING[family].outcome
         assert row.outcome == "not built" or DIFFERING[family].remark in row.remark
         return
-    expected = (ROWS[family].outcome, ROWS[family].remark) if family in ROWS else None
-    assert (row.outcome, written(family, row)) == expected, "run: python tests/families.py > docs/models.md"
+    expected = ROWS.get(family)
+    if OLDER and row.outcome == "supported":
+        assert expected is not None and expected.outcome == row.outcome  # which of its layers evict may have changed
+        return
+    assert Row(row.outcome, written(family, row)) == expected, "run: python tests/families.py > docs/models.md"
 
 
 # -- the contract --------------------------------------------------------------------------------------------------
