@@ -107,6 +107,12 @@ def check_layers(model: nn.Module, config: PreTrainedConfig, observed: bool) -> 
             f"{name} has {len(layers)} cache layers that are not filled by one self-attention module each, so kvevict "
             "cannot tell their attention apart: use transformers' own cache"
         )
+    decoder = getattr(config, "is_decoder", False)  # BigBirdPegasus is one, and its modules do not say so
+    if not decoder and any(getattr(module, "is_causal", True) is False for module in modules):
+        raise UnsupportedModelError(
+            f"{name} attends to tokens on both sides, as encoders do: load it as a decoder (is_decoder=True for "
+            "BERT and its kin), or use transformers' own cache"
+        )
     heads = int(config.num_attention_heads)
     others = {int(str(module.num_heads)) for module in modules if hasattr(module, "num_heads")} - {heads}
     if others and observed and implementation(model) == "eager":

@@ -19,7 +19,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from kvevict import EvictingCache, UnsupportedModelError, host, testing
+from kvevict import EvictingCache, UnsupportedModelError, WrongModelError, host, testing
 
 BUDGET, ROOM, PROMPT = 9, 64, 20
 BLOCKS = (PROMPT, 1, 1, 6, 1, 1)
@@ -166,6 +166,24 @@ def test_a_model_of_sliding_windows_only_is_refused():
 def test_a_model_that_cannot_be_right_is_refused_with_its_reason(family, reason, name):
     with pytest.raises(UnsupportedModelError, match=reason):
         EvictingCache(build(family), name, budget=BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("bert", {"is_decoder": False}), ("gemma3_text", {"use_bidirectional_attention": True})]
+)
+def test_a_model_that_attends_to_both_sides_is_refused(family, options):
+    with pytest.raises(UnsupportedModelError, match=r"both sides.*is_decoder=True"):
+        EvictingCache(build(family, **options), "h2o", budget=BUDGET)
+
+
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
+def test_a_decoder_that_is_given_an_encoders_output_is_refused_by_the_first_update(name):
+    """transformers would store what belongs to the encoder among the decoder's own tokens."""
+    model = build("bart")
+    cache = EvictingCache(model, name, budget=BUDGET)
+    given = {host.cache_argument(model): cache, "encoder_hidden_states": torch.rand(1, 5, 64)}
+    with pytest.raises(WrongModelError):
+        model(text(1, PROMPT), **given)
 
 
 # -- learned positions end -------------------------------------------------------------------------------------------
