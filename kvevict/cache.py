@@ -498,19 +498,14 @@ def _check_model(model: object, policy: Policy) -> Any:
         )
     config = host.decoder_config(model)
     name = type(model).__name__
-    reasons = {
-        "is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),
-        "compresses its keys and values into latents (MLA)": getattr(config, "kv_lora_rank", None),
-        "shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0)
-        or any(type(layer).__name__ == "DummyLayer" for layer in host.host_layers(config)),
-        "adds a bias that depends on how many tokens are stored (ALiBi)": getattr(config, "alibi", False)
-        or config.model_type in ("bloom", "mpt"),
-    }
-    for reason, true in reasons.items():
-        if true:
-            raise UnsupportedModelError(
-                f"{name} {reason}, which kvevict does not evict from: use transformers' own cache"
-            )
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise UnsupportedModelError(
+            f"the config of {name} does not say how many layers its decoder has, so kvevict cannot tell what its cache "
+            "holds: use transformers' own cache"
+        )
+    reason = host.reason_to_refuse(model, config)
+    if reason is not None:
+        raise UnsupportedModelError(f"{name} {reason}, which kvevict does not evict from: use transformers' own cache")
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         raise UnsupportedModelError(
@@ -522,8 +517,7 @@ def _check_model(model: object, policy: Policy) -> Any:
             "attn_implementation='flex_attention' takes block masks, which cannot follow evicted tokens: call "
             "model.set_attn_implementation('sdpa') first"
         )
-    if not host.attention_modules(model):
-        raise UnsupportedModelError(f"{name} has no attention modules that kvevict knows; use transformers' own cache")
+    host.check_layers(model, config, observed=bool(policy.queries) or policy.consensus)
     return config
 
 

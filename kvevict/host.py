@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,13 +43,83 @@ def decoder_config(model: nn.Module) -> PreTrainedConfig:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` that call ``cache.update``: attention modules with a layer index, innermost ones."""
+    """The modules of ``model`` that call ``cache.update``: attention modules with a layer index, innermost ones.
+
+    Linear attention has no config, and cross-attention stores what belongs to another sequence: neither is ours.
+    """
 
     def qualifies(module: nn.Module) -> bool:
-        return "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int)
+        named = "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int)
+        return named and isinstance(getattr(module, "config", None), PreTrainedConfig)
 
-    found = [m for m in model.modules() if qualifies(m)]
+    found = [m for name, m in model.named_modules() if qualifies(m) and not _CROSS_ATTENTION.search(name)]
     return [m for m in found if not any(qualifies(inner) for inner in m.modules() if inner is not m)]
+
+
+_CROSS_ATTENTION = re.compile(r"(^|\.)(cross_?attn|cross_?attention|encoder_attn)(\.|$)")
+
+
+def reason_to_refuse(model: nn.Module, config: PreTrainedConfig) -> str | None:
+    """What about this model makes eviction wrong, or None; ``config`` is its decoder's."""
+    layer_configs = getattr(config, "per_layer_config", [config])  # layers may differ in any attribute
+    reasons = {
+        "is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),
+        "compresses its keys and values into latents (MLA)": any(
+            getattr(layer, "kv_lora_rank", None) for layer in layer_configs
+        ),
+        "shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0) or _shares_layers(config),
+        "adds a bias that depends on how many tokens are stored (ALiBi)": getattr(config, "alibi", False),
+    }
+    return next((reason for reason, true in reasons.items() if true), REFUSED.get(config.model_type))
+
+
+REFUSED = {
+    "bloom": "adds a bias that depends on how many tokens are stored (ALiBi)",
+    "diffllama": "attends to the values of one head with the keys of another",
+    "doge": "builds its attention mask from the values that are stored",
+    "dory": "copies the layers of its cache and reads them itself",
+    "jetmoe": "repeats its keys and values for each of a token's experts",
+    "minimax": "takes only a cache of its own kind",
+    "mpt": "adds a bias that depends on how many tokens are stored (ALiBi)",
+}
+"""Why not, by model type, where neither config nor modules tell."""
+
+
+def _shares_layers(config: PreTrainedConfig) -> bool:
+    """Whether some layers store nothing although they attend."""
+    kinds = getattr(config, "layer_types", None) or []
+    dummies = [i for i, layer in enumerate(host_layers(config)) if type(layer).__name__ == "DummyLayer"]
+    return any(i >= len(kinds) or kinds[i] not in ("moe", "mlp") for i in dummies)
+
+
+def check_layers(model: nn.Module, config: PreTrainedConfig, observed: bool) -> None:
+    """Raises UnsupportedModelError unless each layer that evicts belongs to one attention module that we can mask.
+
+    ``observed``: whether the policy reads attention. ``config`` is the decoder's.
+    """
+    name, modules = type(model).__name__, attention_modules(model)
+    if not modules:
+        raise UnsupportedModelError(f"{name} has no attention modules that kvevict knows; use transformers' own cache")
+    layers = host_layers(config)
+    filled = [int(str(module.layer_idx)) for module in modules]
+    if any(is_full_attention(layer) and filled.count(index) != 1 for index, layer in enumerate(layers)):
+        raise UnsupportedModelError(
+            f"{name} has {len(layers)} cache layers that are not filled by one self-attention module each, so kvevict "
+            "cannot tell their attention apart: use transformers' own cache"
+        )
+    decoder = getattr(config, "is_decoder", False)  # BigBirdPegasus is one, and its modules do not say so
+    if not decoder and any(getattr(module, "is_causal", True) is False for module in modules):
+        raise UnsupportedModelError(
+            f"{name} attends to tokens on both sides, as encoders do: load it as a decoder (is_decoder=True for "
+            "BERT and its kin), or use transformers' own cache"
+        )
+    heads = int(config.num_attention_heads)
+    others = {int(str(module.num_heads)) for module in modules if hasattr(module, "num_heads")} - {heads}
+    if others and observed and implementation(model) == "eager":
+        raise UnsupportedModelError(
+            f"{name} has layers of {min(others)} query heads beside its {heads}, which kvevict cannot observe with "
+            "eager attention: call model.set_attn_implementation('sdpa') first"
+        )
 
 
 def implementation(model: nn.Module) -> str:

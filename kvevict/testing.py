@@ -7,7 +7,7 @@ exactly what it says and nothing else. Use it to test a policy of your own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +24,24 @@ def run(
     forwards: Sequence[Tensor],
     attention_mask: Tensor | None = None,
     position_ids: bool = True,
+    first: Mapping[str, Any] | None = None,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Feeds token blocks (B, Q) to ``model`` with ``cache``.
 
-    attention_mask: (B, all tokens), 0 for pads. ``position_ids``: whether to pass them, counted over real tokens.
+    attention_mask: (B, all tokens), 0 for pads. ``position_ids``: whether to pass them, counted over real tokens,
+    to a model that takes them. ``first``: more arguments of the first forward, such as ``pixel_values``.
     Returns each forward's logits (B, Q, vocabulary), and what each evicting layer held before that forward.
     """
-    logits, held = [], []
+    logits: list[Tensor] = []
+    held: list[list[Tensor]] = []
     done = 0
     for block in forwards:
         held.append([layer.kept_positions().clone() for layer in cache.evicting_layers])
         done += block.shape[1]
-        arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
+        arguments = _arguments(model, cache, first if len(logits) == 0 else None)
         if attention_mask is not None:
             arguments["attention_mask"] = attention_mask[:, :done]
-        if position_ids:
+        if position_ids and _takes_positions(model):
             arguments["position_ids"] = _positions(block, attention_mask, done)
         with torch.no_grad():
             logits.append(model(block, **arguments).logits)
@@ -50,8 +53,10 @@ def replay(
     held: Sequence[Sequence[Tensor]],
     forwards: Sequence[Tensor],
     attention_mask: Tensor | None = None,
+    position_ids: bool = True,
+    first: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """The logits of the same forwards by full attention under explicit masks.
+    """The logits of the same forwards by full attention under explicit masks. See ``run`` for the arguments.
 
     ``model`` must run eager attention and must not be prepared for an evicting cache. ``held[i][layer]`` is
     (B, H, L), the positions held before forward i, -1 for none.
@@ -70,7 +75,7 @@ def replay(
     ]
     cache = DynamicCache(config=host.decoder_config(model))
     heads = int(host.decoder_config(model).num_attention_heads)
-    logits = []
+    logits: list[Tensor] = []
     done = 0
     try:
         for before, block in zip(held, forwards, strict=True):
@@ -90,18 +95,31 @@ def replay(
                             shown[b, h, max(0, column - done) :, column] = True
                 dtype = next(model.parameters()).dtype
                 mask = torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
-                masks[id(module)] = mask.repeat_interleave(heads // kv_heads, 1)
+                if kept.numel():  # otherwise one mask serves all heads
+                    # layers may have different numbers of query heads
+                    mask = mask.repeat_interleave(getattr(module, "num_key_value_groups", heads // kv_heads), 1)
+                masks[id(module)] = mask
             done += queries
-            arguments: dict[str, Any] = {host.cache_argument(model): cache, "use_cache": True}
+            arguments = _arguments(model, cache, first if len(logits) == 0 else None)
             if attention_mask is not None:
                 arguments["attention_mask"] = attention_mask[:, :done]
-            arguments["position_ids"] = _positions(block, attention_mask, done)
+            if position_ids and _takes_positions(model):
+                arguments["position_ids"] = _positions(block, attention_mask, done)
             with torch.no_grad():
                 logits.append(model(block, **arguments).logits)
     finally:
         for handle in handles:
             handle.remove()
     return logits
+
+
+def _arguments(model: PreTrainedModel, cache: object, more: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {host.cache_argument(model): cache, "use_cache": True, **(more or {})}
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model lets its caller say where tokens stand; some count tokens, pads included."""
+    return "position_ids" in host.parameters(type(model).forward)
 
 
 def _positions(block: Tensor, attention_mask: Tensor | None, done: int) -> Tensor:
