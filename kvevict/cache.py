@@ -285,7 +285,7 @@ class EvictingCache(Cache):
         if not self._modules:
             raise ObservationError("this cache was unpickled and belongs to no model yet: call cache.attach(model)")
         self.check_module(module)
-        if unused and host.inside_generate():
+        if unused and host.generating_without_cache():
             raise OptionError(
                 "use_cache=False with an EvictingCache: generate() would feed it the whole text again at every step. "
                 "Leave out use_cache=False, or the cache"

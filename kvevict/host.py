@@ -217,13 +217,15 @@ def unused(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("use_cache", (arguments.get("kwargs") or {}).get("use_cache")) is False
 
 
-def inside_generate() -> bool:
-    """Whether generate() is somewhere above us."""
+def generating_without_cache() -> bool:
+    """Whether a generate() above us was told not to use a cache: some models tell their attention so in any case."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == "transformers.generation.utils":
-            return True
+        if frame.f_globals.get("__name__") == "transformers.generation.utils":
+            arguments = frame.f_locals.get("model_kwargs")
+            if isinstance(arguments, dict) and "use_cache" in arguments:
+                return arguments["use_cache"] is False
     return False
 
 

@@ -325,18 +325,17 @@ def test_a_killed_run_leaves_whole_parts_only(given, tmp_path):
     script = """
 import os, sys
 from pathlib import Path
-from kvevict import results, sweep
+from kvevict import sweep
 from kvevict.plan import load_plan
-fdopen, count = os.fdopen, 0
-def dying(handle, mode):
-    global count
-    count += 1
-    stream = fdopen(handle, mode)
-    if count == 5:
-        os.write(handle, b'{"key": {"half')
+whole, written = Path.write_bytes, 0
+def dying(path, content):
+    global written
+    written += 1
+    if written == 5:
+        whole(path, content[: len(content) // 2])
         os._exit(9)
-    return stream
-results.os = type("os", (), {**vars(os), "fdopen": staticmethod(dying)})
+    return whole(path, content)
+Path.write_bytes = dying
 sweep.run_plan(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
 """
     killed = tmp_path / "killed"
