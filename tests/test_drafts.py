@@ -115,12 +115,22 @@ def test_the_prompt_ends_where_the_first_draft_begins(policy):
     _assert_same(drafted, plain)
 
 
-@pytest.mark.parametrize("name", ["h2o", "streaming_llm", "snapkv"])
-def test_a_padded_prompt_may_be_looked_up_too(name):
+@pytest.mark.parametrize(
+    "policy",
+    [
+        small("h2o"),
+        small("streaming_llm"),
+        small("snapkv"),
+        SnapKV(window=3, kernel=3, scores="prompt"),
+        small("tova", protect_prompt=0.5),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_a_padded_prompt_may_be_looked_up_too(policy):
     model, ids = tiny(), torch.cat([text(length=5, seed=9), _repetitive()], 1)
     mask = torch.ones_like(ids)
     mask[:, :5] = 0
-    plain, drafted = (EvictingCache(model, small(name), budget=BUDGET) for _ in range(2))
+    plain, drafted = (EvictingCache(model, policy, budget=BUDGET) for _ in range(2))
     expected = generate(model, ids, plain, mask, new=25, return_dict_in_generate=False)
     got = generate(model, ids, drafted, mask, new=25, return_dict_in_generate=False, prompt_lookup_num_tokens=4)
     assert torch.equal(got, expected)
