@@ -332,16 +332,11 @@ class EvictingCache(Cache):
         Raises ValueError for a number above 0, as transformers' own caches do, and UnsupportedOperationError, before
         anything changes, where the tokens did not come with a draft and something was evicted or observed since.
         """
-        if tokens_to_remove > 0:
-            raise OptionError(
-                f"crop({tokens_to_remove}): give minus the number of tokens to remove, such as "
-                f"crop({-tokens_to_remove})"
-            )
         self._check_halfway()
+        for evicting in self.evicting_layers:
+            evicting.check_crop(-tokens_to_remove)
         for each in self.layers:
-            if isinstance(each, EvictingLayer):
-                each.check_crop(-tokens_to_remove)
-            elif tokens_to_remove and not _can_crop(each):
+            if tokens_to_remove and not isinstance(each, EvictingLayer) and not _can_crop(each):
                 raise UnsupportedOperationError(
                     f"crop({tokens_to_remove}): a {type(each).__name__} of this model cannot take tokens back. Call "
                     "cache.activate_past_recording() before the forward, or go on from a copy.deepcopy(cache) made "
@@ -403,7 +398,7 @@ class EvictingCache(Cache):
         for layer in self.evicting_layers:
             layer.reset()
         for index, unused in self._others.items():
-            self.layers[index] = copy.deepcopy(unused)  # before 5.20 or so, transformers' own reset keeps lengths
+            self.layers[index] = copy.deepcopy(unused)  # 5.17 only zeroes sliding layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was, in every layer and in all that the policy knows."""

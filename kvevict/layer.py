@@ -797,7 +797,9 @@ class EvictingLayer(CacheLayerMixin):
             column[:, :, start:stop] = columns[name].fill
 
     def check_crop(self, tokens: int) -> None:
-        """Raises UnsupportedOperationError if ``tokens`` tokens cannot be taken back."""
+        """Raises OptionError below 0, UnsupportedOperationError if ``tokens`` tokens cannot be taken back."""
+        if tokens < 0:
+            raise OptionError(f"crop({-tokens}): give minus the number of tokens to remove, such as crop({tokens})")
         if tokens == 0:
             return
         if self.draft is not None and tokens <= self.draft.tokens:
