@@ -81,6 +81,7 @@ class EvictingCache(Cache):
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
+        self._maskless = False  # the newest forward's attention modules were given no mask
         self._print: dict[str, Any] | None = None  # of the model, where it was unpickled without one
         # Phi-3 and its kin: generate() drops the cache when the text outgrows this
         self._dropped_beyond: int | None = getattr(model.config, "original_max_position_embeddings", None)
@@ -265,11 +266,15 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
-            module, unused = host.calling_module(3)  # the third frame: the second is `uncompiled`
+            # the third frame: the second is `uncompiled`
+            module, unused, self._maskless = host.calling_module(3)
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
-        ticket = observe.Ticket(self, layer)
+        if self.free and self._maskless and layer.pending and layer.steady is not None and layer.steady.unmasked:
+            layer.settle()  # nobody looks at this attention, and it uses no mask: there is nothing to wait for
+            return keys, values
+        ticket = observe.Ticket(self, layer, self._maskless)
         if not self.free:
             if not hooked and self._base == "eager":
                 raise WrongModelError("this cache was built for another model: build an EvictingCache for this one")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kvevict.errors import UnsupportedModelError
@@ -157,6 +158,24 @@ def masked_attention(module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[.
     return attention
 
 
+def is_plain(
+    kernel: Callable[..., Any], query: Tensor, mask: Tensor | None, arguments: Mapping[str, object]
+) -> bool:
+    """Whether this call of an attention function is softmax(q k) v over all keys for one query, and nothing else."""
+    return (
+        kernel is sdpa_attention_forward
+        and mask is None
+        and query.shape[2] == 1
+        and not query.requires_grad
+        and not arguments.get("dropout")
+        and all(arguments.get(name) is None for name in _BESIDES)
+    )
+
+
+_BESIDES = ("position_bias", "softcap", "s_aux", "head_mask")
+"""Arguments of attention functions that change what comes out."""
+
+
 def takes_matrix_masks(name: str) -> bool:
     """Whether the attention function ``name`` accepts a (B, heads, Q, L) mask."""
     return name == "eager" or AttentionMaskInterface().get(name) in (sdpa_mask, eager_mask)
@@ -196,20 +215,22 @@ def assisted_prompt() -> int | None:
     return None
 
 
-def calling_module(depth: int) -> tuple[nn.Module | None, bool]:
-    """The module whose forward called us, ``depth`` frames up, and whether it was told not to use a cache.
+def calling_module(depth: int) -> tuple[nn.Module | None, bool, bool]:
+    """The module whose forward called us, ``depth`` frames up; whether it was told to use no cache, and no mask.
 
     transformers does not say which module updates a cache, and a cache that serves the wrong model must not
-    go unnoticed. (None, False) where it cannot be told (compiled code).
+    go unnoticed. (None, False, False) where it cannot be told (compiled code).
     """
     if torch.compiler.is_compiling():
-        return None, False
+        return None, False, False
     try:
         local = sys._getframe(depth).f_locals
     except ValueError:
-        return None, False
+        return None, False, False
     caller = local.get("self")
-    return (caller, unused(local)) if isinstance(caller, nn.Module) else (None, False)
+    if not isinstance(caller, nn.Module):
+        return None, False, False
+    return caller, unused(local), local.get("attention_mask", ...) is None
 
 
 def unused(arguments: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvevict import drafts, masks, selection
+from kvevict import drafts, masks, selection, steady
 from kvevict.errors import ObservationError, OptionError, PolicyError, UnsupportedOperationError, WrongModelError
 from kvevict.policies.base import Column, Held, Policy, Rows, at_least, share_of
 from kvevict.rope import Rerotation
@@ -95,6 +95,14 @@ class Spec:
         """Whether no more tokens go than must."""
         return type(self.policy).at_once is Policy.at_once
 
+    @functools.cached_property
+    def by_age(self) -> bool:
+        """Whether the policy's score is the position and nothing else, so that the oldest goes."""
+        kinds = type(self.policy).__mro__
+        scoring = next(kind for kind in kinds if "score" in vars(kind))
+        saying = next(kind for kind in kinds if "by_age" in vars(kind))
+        return self.policy.by_age and issubclass(saying, scoring)
+
     @property
     def uniform(self) -> bool:
         """Whether every layer gets the same budget."""
@@ -142,7 +150,9 @@ class EvictingLayer(CacheLayerMixin):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.is_initialized = False
-        self.positions: Tensor | None = None  # (B, H, capacity) rank among the row's real tokens, -1 = empty
+        self.steady: steady.Steady | None = None  # while decode steps are all alike
+        self.unmasked = False  # the newest forward of one token was attended without a mask
+        self._positions: Tensor | None = None
         self.tokens: Tensor | None = None  # (B, H, capacity) column in the host's mask; None: equal to positions
         self.state: dict[str, Tensor] = {}  # the policy's columns, (B, H, capacity, ...)
         self.slots = 0
@@ -154,7 +164,7 @@ class EvictingLayer(CacheLayerMixin):
         self.arrived: Tensor | None = None  # (B | 1, Q) positions of the newest forward's tokens, -1 for pads
         self.fresh = 0  # tokens of the newest forward
         self.ragged = False  # pads among the last columns: some row's last queries are not the last columns
-        self.free: Tensor | None = None  # (B, H, 1) one empty slot in every row and head
+        self.slot_to_fill: Tensor | None = None  # what `free` gives, but for what the steady state has not booked yet
         self.landed: Tensor | None = None  # (B, H, 1) where the newest token went, when it went into `free`
         self.ordered = True  # slot i still holds column i
         self.gaps = False  # some slots in use may be empty
@@ -168,6 +178,42 @@ class EvictingLayer(CacheLayerMixin):
         self.draft: drafts.Draft | None = None
         self._bound: tuple[int, int | None, int] = (-1, None, 0)  # what `bound` gave for these tokens seen and prompt
         self._shown: Held | None = None  # what `observe` showed the policy, until the forward is settled
+
+    @property
+    def positions(self) -> Tensor | None:
+        """(B, H, capacity) rank among the row's real tokens, -1 = empty."""
+        if self.steady is not None:
+            self.steady.catch_up(self)
+        return self._positions
+
+    @positions.setter
+    def positions(self, positions: Tensor | None) -> None:
+        self.leave_steady()
+        self._positions = positions
+
+    @property
+    def free(self) -> Tensor | None:
+        """(B, H, 1) one empty slot in every row and head."""
+        if self.steady is not None:
+            self.steady.catch_up(self)
+        return self.slot_to_fill
+
+    @free.setter
+    def free(self, slot: Tensor | None) -> None:
+        self.leave_steady()
+        self.slot_to_fill = slot
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the books as they should be."""
+        if self.steady is not None:
+            self.steady.catch_up(self)
+        return vars(self).copy()
+
+    def leave_steady(self) -> None:
+        """Back to the general path, with the books up to date."""
+        if self.steady is not None:
+            self.steady.catch_up(self)
+            self.steady = None
 
     # -- what transformers asks ------------------------------------------------------------------------------
 
@@ -224,7 +270,7 @@ class EvictingLayer(CacheLayerMixin):
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer keeps alive."""
         named = (self.keys, self.values, self.positions, self.tokens, self.row_seen, self.row_prompt)
-        loose = (self.arrived, self.free, self.landed, self.bad)
+        loose = (self.arrived, self.free, self.landed, self.bad, self.steady and self.steady.may_go)
         return [t for t in (*named, *loose, *self.state.values()) if t is not None]
 
     def kept_positions(self) -> Tensor:
@@ -248,7 +294,7 @@ class EvictingLayer(CacheLayerMixin):
     def slot_positions(self) -> Tensor:
         """(B, H, slots) positions of the slots in use, -1 for empty ones."""
         assert self.positions is not None
-        return self._used(self.positions)
+        return self.used(self.positions)
 
     # -- a forward -------------------------------------------------------------------------------------------
 
@@ -300,6 +346,7 @@ class EvictingLayer(CacheLayerMixin):
     @_outside_inference_mode
     def reserve(self, tokens: int) -> None:
         """Finds slots for the new tokens and books them as real; ``learn_padding`` corrects that."""
+        self.leave_steady()
         assert self.positions is not None
         if self.record_past:
             self._open_draft(tokens)
@@ -344,6 +391,8 @@ class EvictingLayer(CacheLayerMixin):
     @_outside_inference_mode
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the new tokens and returns everything held, old and new: (B, H, slots, D) twice."""
+        if self.steady is not None and self.steady.takes(self, key_states):
+            return self.steady.arrive(self, key_states, value_states)
         batch, _, tokens, _ = key_states.shape
         if not self.reserved:
             self.check(batch, tokens)
@@ -446,6 +495,10 @@ class EvictingLayer(CacheLayerMixin):
 
         ``mask`` is what transformers built: None, (B, tokens seen), or (B, 1 | heads, Q, tokens seen).
         """
+        if mask is None and self.fresh == 1 and self.steady is not None:
+            return None
+        self.leave_steady()
+        self.unmasked = mask is None and self.fresh == 1
         assert self.positions is not None and self.arrived is not None
         if mask is not None:
             if mask.shape[-1] != self.seen:
@@ -515,18 +568,18 @@ class EvictingLayer(CacheLayerMixin):
             if self.uneven:
                 budget = self._row_budgets()[:, None, None]
         return Held(
-            positions=self._used(self.positions),
+            positions=self.used(self.positions),
             seen=seen,
             budget=budget,
             prompt=prompt,
-            keys=self._used(self.keys),
-            values=self._used(self.values),
+            keys=self.used(self.keys),
+            values=self.used(self.values),
             layer=self.index,
             layers=self.spec.layers,
-            columns={name: self._used(column) for name, column in self.state.items()},
+            columns={name: self.used(column) for name, column in self.state.items()},
         )
 
-    def _used(self, tensor: Tensor) -> Tensor:
+    def used(self, tensor: Tensor) -> Tensor:
         """The slots in use of a tensor (B, H, capacity, ...); no view is made where all are."""
         return tensor if tensor.shape[2] == self.slots else tensor.narrow(2, 0, self.slots)
 
@@ -543,7 +596,7 @@ class EvictingLayer(CacheLayerMixin):
     def observe(self, blocks: Iterable[tuple[int, Tensor]]) -> None:
         """Shows the policy attention rows: pairs (first query of the block, weights (B, H, G, q, l <= slots))."""
         assert self.arrived is not None
-        held = self._shown = self.held()
+        held = self._shown = self.held() if self.steady is None else self.steady.held
         for start, weights in blocks:
             positions = self.arrived
             if weights.shape[3] != positions.shape[1]:
@@ -558,11 +611,12 @@ class EvictingLayer(CacheLayerMixin):
     # -- eviction --------------------------------------------------------------------------------------------
 
     def scores(self, held: Held) -> Tensor:
-        """The policy's scores of all slots, checked: (B, H, slots)."""
+        """The policy's scores of all slots, their shape and type checked: (B, H | 1, slots)."""
         policy = self.spec.policy
         scores = policy.score(held)
-        batch, heads, slots = held.positions.shape
-        if not isinstance(scores, Tensor) or tuple(scores.shape) not in {(batch, heads, slots), (batch, 1, slots)}:
+        batch, heads, slots = shape = held.positions.shape
+        fits = isinstance(scores, Tensor) and (scores.shape == shape or scores.shape == (batch, 1, slots))
+        if not fits:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise PolicyError(
                 f"policy {policy.name!r} scored layer {self.index} with {got}: score() must return "
@@ -573,7 +627,7 @@ class EvictingLayer(CacheLayerMixin):
                 f"policy {policy.name!r} scored layer {self.index} with {scores.dtype}: score() must return real "
                 "numbers"
             )
-        return scores.expand(batch, heads, slots)
+        return scores
 
     def check_scores(self, scores: Tensor) -> None:
         """Raises PolicyError if a real token's score is NaN.
@@ -590,6 +644,16 @@ class EvictingLayer(CacheLayerMixin):
         self.bad = bad if self.bad is None else self.bad | bad
         if self.fresh > 1 or bad.device.type == "cpu":
             self.raise_if_bad()
+
+    def check_lowest(self, lowest: Tensor, scores: Tensor) -> None:
+        """Like ``check_scores``, of scores whose ``lowest`` (B, H | 1, 1) are known: a minimum is NaN if any score is."""
+        if not lowest.dtype.is_floating_point:
+            return
+        if lowest.device.type != "cpu":
+            bad = lowest.isnan().any()
+            self.bad = bad if self.bad is None else self.bad | bad
+        elif bool(lowest.isnan().any()):
+            self.check_scores(scores)
 
     def raise_if_bad(self) -> None:
         """Raises PolicyError if some score was NaN since the last look."""
@@ -652,12 +716,18 @@ class EvictingLayer(CacheLayerMixin):
     @_outside_inference_mode
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
+        if self.steady is not None:
+            self.steady.evict(self, rescore)
+            self.pending, self._shown = False, None
+            return
         assert self.keys is not None and self.values is not None
         if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
             self.keys, self.values = self.keys.detach(), self.values.detach()
         if self.crowded and self.free is None:  # an empty slot that nobody has taken: nothing came since
             self._evict(self._shown or self.held(), rescore)
         self.pending, self._shown = False, None
+        if self.unmasked:
+            self.steady = steady.begin(self)
 
     def _evict(self, held: Held, rescore: Callable[[Tensor], Tensor] | None) -> None:
         scores = self.scores(held)
@@ -729,6 +799,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """From now on a forward is a draft: it evicts nothing until ``crop`` says how much of it stays."""
+        self.leave_steady()
         self.record_past = True
 
     def _open_draft(self, tokens: int) -> None:

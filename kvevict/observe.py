@@ -31,7 +31,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from kvevict import drafts, host, masks
 from kvevict.drafts import RowSource
 from kvevict.errors import ObservationError, WrongModelError
-from kvevict.statistics import attention_rows
+from kvevict.statistics import attend, attention_rows
 
 if TYPE_CHECKING:
     from kvevict.cache import EvictingCache
@@ -43,19 +43,29 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def uncompiled(function: Function) -> Function:
     """Kept out of what ``torch.compile`` traces: what happens here depends on the state of a cache."""
-    return cast(Function, torch.compiler.disable(function))
+    apart = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # `apart` costs as much as a few small tensor operations, so that it is called only where it is needed
+        return apart(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return cast(Function, call)
 
 
 class Ticket:
     """One forward of one layer, from ``update`` to the attention that follows it."""
 
-    def __init__(self, cache: EvictingCache, layer: EvictingLayer) -> None:
+    def __init__(self, cache: EvictingCache, layer: EvictingLayer, maskless: bool = False) -> None:
         self.cache = cache
         self.layer = layer
+        self.maskless = maskless  # the attention module was given no mask
 
     def exact_mask(self, mask: Tensor | None, heads: int, rows: RowSource | None = None) -> Tensor | None:
         """The mask this forward's attention must use. ``rows`` gives its rows, should it be a draft."""
         exact = self.layer.exact_mask(mask, heads)
+        if self.layer.steady is not None:
+            self.layer.steady.unmasked = self.maskless
         if self.layer.draft is None:
             return exact
         with torch.no_grad():
@@ -292,6 +302,10 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
                 _ignored("cache")
             return kernel(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
+        if ticket.layer.steady is not None and host.is_plain(kernel, query, attention_mask, kwargs):
+            result, weights = attend(query, key, value, scaling)
+            ticket.finish([(0, weights)])
+            return result, None
 
         def rows(start: int, stop: int, slots: int, last: int, mask: Tensor | None) -> Iterable[tuple[int, Tensor]]:
             whole = stop - start == query.shape[2] and slots == key.shape[2]

@@ -47,20 +47,25 @@ def pick_victim(scores: Tensor, positions: Tensor, protection: Tensor | None, *,
 
     scores: (B, H, L), or (B, 1, L) for all heads alike; positions: (B, H, L).
     """
-    if scores.dtype.is_floating_point:
-        highest: float = float("inf")
-        lowest: float = float("-inf")
-    else:
-        highest, lowest = torch.iinfo(scores.dtype).max, torch.iinfo(scores.dtype).min
-    if scores.shape != positions.shape:
-        scores = scores.expand_as(positions)
-    candidates = scores if protection is None else scores.masked_fill(protection, highest)
     if may_be_empty:
-        candidates = candidates.masked_fill(positions < 0, lowest)
-    stay = candidates != candidates.amin(-1, keepdim=True)
-    if protection is not None:
-        stay |= protection
-    return positions.masked_fill(stay, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+        lowest = float("-inf") if scores.dtype.is_floating_point else torch.iinfo(scores.dtype).min
+        scores = scores.expand_as(positions).masked_fill(positions < 0, lowest)
+    return lowest_first(scores, positions, None if protection is None else ~protection)[1]
+
+
+def lowest_first(scores: Tensor, positions: Tensor, may_go: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The lowest score of those that may go, and the slot of the lowest position that has it: (B, H | 1, 1), (B, H, 1).
+
+    scores: (B, H | 1, L); positions and may_go: (B, H, L).
+    """
+    if may_go is not None:
+        highest = float("inf") if scores.dtype.is_floating_point else torch.iinfo(scores.dtype).max
+        scores = torch.where(may_go, scores, highest)
+    lowest = scores.amin(-1, keepdim=True)
+    goes = scores == lowest
+    if may_go is not None:
+        goes &= may_go
+    return lowest, torch.where(goes, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
 
 
 def eviction_order(scores: Tensor, positions: Tensor, protection: Tensor | None) -> Tensor:

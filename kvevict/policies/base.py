@@ -146,6 +146,8 @@ class Policy(ABC):
     name: ClassVar[str] = ""
     consensus: ClassVar[bool] = False
     """Whether all layers vote and evict the same tokens."""
+    by_age: ClassVar[bool] = False
+    """Whether ``score`` is ``held.positions`` as they are, so that the oldest token goes: saves time only."""
 
     sinks: int = 0
     recent: int | None = 0

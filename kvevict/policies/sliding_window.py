@@ -20,6 +20,7 @@ class SlidingWindow(Policy):
     """
 
     name: ClassVar[str] = "sliding_window"
+    by_age: ClassVar[bool] = True
 
     def score(self, held: Held) -> Tensor:
         return held.positions  # (B, H, L), integers: exact at any length

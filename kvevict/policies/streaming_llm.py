@@ -26,6 +26,7 @@ class StreamingLLM(Policy):
     """
 
     name: ClassVar[str] = "streaming_llm"
+    by_age: ClassVar[bool] = True
 
     sinks: int = 4
     positions: Literal["original", "cache"] = "original"
