@@ -27,6 +27,7 @@ from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import make_policy
 from kvevict.policies.base import Policy
 from kvevict.rope import rerotation_for
+from kvevict.steady import Alone, Choir, Member, gather
 
 
 class EvictingCache(Cache):
@@ -81,6 +82,7 @@ class EvictingCache(Cache):
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
+        self._choirs: list[Choir] = []  # layers that decide together while they decode
         self._maskless = False  # the newest forward's attention modules were given no mask
         self._print: dict[str, Any] | None = None  # of the model, where it was unpickled without one
         # Phi-3 and its kin: generate() drops the cache when the text outgrows this
@@ -162,7 +164,7 @@ class EvictingCache(Cache):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
-            setattr(copied, name, copy.deepcopy(value, memo))
+            setattr(copied, name, [] if name == "_choirs" else copy.deepcopy(value, memo))
         if copied._drafting:
             copied._cut(0)  # its rows live in the original, which may go on
         if self._attachment is not None:
@@ -187,7 +189,7 @@ class EvictingCache(Cache):
         self._check_halfway()
         model = self._model()
         known = self._print if model is None else storage.fingerprint(model)
-        own = {"_model": _nobody, "_modules": set(), "_attachment": None, "_print": known}
+        own = {"_choirs": [], "_model": _nobody, "_modules": set(), "_attachment": None, "_print": known}
         return {**vars(copy.deepcopy(self) if self._drafting else self), **own}
 
     def attach(self, model: PreTrainedModel) -> EvictingCache:
@@ -432,13 +434,25 @@ class EvictingCache(Cache):
 
     def settle(self, layer: EvictingLayer) -> None:
         """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""
+        last = layer.index == self.spec.layers - 1
         if not self.policy.consensus:
             layer.settle()
-            return
-        if layer.index < self.spec.layers - 1:
-            return
+        elif last:
+            self._settle_all(layer.crowded)
+        if last and self.spec.stacks and isinstance(layer.steady, Alone):
+            self._choirs = gather(self.evicting_layers, self.heads)
+
+    def _settle_all(self, crowded: bool) -> None:
+        """Evicts from all layers what their votes decide."""
         layers = self.evicting_layers
-        votes = _votes(layers) if layer.crowded else torch.empty(0)
+        if self._choirs and all(isinstance(each.steady, Member) for each in layers):
+            total = sum(choir.votes() for choir in self._choirs)
+            assert isinstance(total, Tensor)
+            for choir in self._choirs:
+                rows = choir.choice.held.positions.shape[0] // total.shape[0]
+                choir.evict(-total.repeat(rows, 1)[:, None])
+            return
+        votes = _votes(layers) if crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))
 

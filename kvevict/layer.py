@@ -98,10 +98,18 @@ class Spec:
     @functools.cached_property
     def by_age(self) -> bool:
         """Whether the policy's score is the position and nothing else, so that the oldest goes."""
+        return self._says("by_age", "score")
+
+    @functools.cached_property
+    def stacks(self) -> bool:
+        """Whether layers may be shown to the policy stacked as the rows of one batch."""
+        return self._says("stacks", "observe", "score", "columns")
+
+    def _says(self, name: str, *methods: str) -> bool:
+        """Whether the policy's class says ``name`` of methods that no subclass has overridden since."""
         kinds = type(self.policy).__mro__
-        scoring = next(kind for kind in kinds if "score" in vars(kind))
-        saying = next(kind for kind in kinds if "by_age" in vars(kind))
-        return self.policy.by_age and issubclass(saying, scoring)
+        owner = {each: next(kind for kind in kinds if each in vars(kind)) for each in (name, *methods)}
+        return bool(getattr(self.policy, name)) and all(issubclass(owner[name], owner[each]) for each in methods)
 
     @property
     def uniform(self) -> bool:
@@ -212,8 +220,24 @@ class EvictingLayer(CacheLayerMixin):
     def leave_steady(self) -> None:
         """Back to the general path, with the books up to date."""
         if self.steady is not None:
-            self.steady.catch_up(self)
-            self.steady = None
+            self.steady.leave(self)
+
+    def move_books(self, positions: Tensor, state: dict[str, Tensor]) -> None:
+        """Keeps its books in these tensors, which say the same, from now on."""
+        self._positions, self.state = positions, state
+
+    def book(self, slot: Tensor) -> None:
+        """The newest token of an unpadded layer is in ``slot`` (B, H, 1) now, and the policy's columns begin."""
+        assert self._positions is not None
+        self._positions.scatter_(2, slot, self.seen - 1)
+        self._begin_columns(slot)
+
+    def _begin_columns(self, slot: Tensor) -> None:
+        for name, column in self.columns.items():
+            state = self.state[name]
+            extra = state.dim() - 3
+            index = slot.view(*slot.shape, *(1,) * extra).expand(-1, -1, 1, *state.shape[3:]) if extra else slot
+            state.scatter_(2, index, column.fill)
 
     # -- what transformers asks ------------------------------------------------------------------------------
 
@@ -270,8 +294,9 @@ class EvictingLayer(CacheLayerMixin):
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer keeps alive."""
         named = (self.keys, self.values, self.positions, self.tokens, self.row_seen, self.row_prompt)
-        loose = (self.arrived, self.free, self.landed, self.bad, self.steady and self.steady.may_go)
-        return [t for t in (*named, *loose, *self.state.values()) if t is not None]
+        beside = [] if self.steady is None else self.steady.tensors()
+        loose = (self.arrived, self.free, self.landed, self.bad)
+        return [t for t in (*named, *loose, *self.state.values(), *beside) if t is not None]
 
     def kept_positions(self) -> Tensor:
         """Positions still held, ascending, -1 after the end of shorter rows: (B, H, L) int64."""
@@ -374,18 +399,13 @@ class EvictingLayer(CacheLayerMixin):
         self.fresh = tokens
         self.ragged = False
         if self.landed is not None and self.row_seen is None:
-            self.positions.scatter_(2, self.landed, column)
+            self.book(self.landed)
         else:
             self._write(self.positions, self.arrived[:, None])
+            if self.landed is not None:
+                self._begin_columns(self.landed)
         if self.tokens is not None:
             self._write(self.tokens, torch.arange(column, self.seen, device=device)[None, None])
-        if self.landed is not None:
-            for name, column_spec in self.columns.items():
-                state = self.state[name]
-                index = self.landed
-                if state.dim() > 3:
-                    index = index.view(*index.shape, *(1,) * (state.dim() - 3)).expand(-1, -1, 1, *state.shape[3:])
-                state.scatter_(2, index, column_spec.fill)
         self.reserved = True
 
     @_outside_inference_mode
@@ -595,8 +615,11 @@ class EvictingLayer(CacheLayerMixin):
 
     def observe(self, blocks: Iterable[tuple[int, Tensor]]) -> None:
         """Shows the policy attention rows: pairs (first query of the block, weights (B, H, G, q, l <= slots))."""
+        if self.steady is not None:
+            self.steady.observe(self, blocks)
+            return
         assert self.arrived is not None
-        held = self._shown = self.held() if self.steady is None else self.steady.held
+        held = self._shown = self.held()
         for start, weights in blocks:
             positions = self.arrived
             if weights.shape[3] != positions.shape[1]:
@@ -717,8 +740,7 @@ class EvictingLayer(CacheLayerMixin):
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
         if self.steady is not None:
-            self.steady.evict(self, rescore)
-            self.pending, self._shown = False, None
+            self.steady.settle(self, rescore)
             return
         assert self.keys is not None and self.values is not None
         if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
@@ -823,8 +845,8 @@ class EvictingLayer(CacheLayerMixin):
 
     def booked(self, slots: int) -> Tensor:
         """Positions of the first ``slots`` slots, in use or not: (B, H, slots)."""
-        assert self.positions is not None
-        return self.positions[:, :, :slots]
+        assert self._positions is not None
+        return self._positions[:, :, :slots]
 
     def stand_at(self, draft: drafts.Draft, start: int, stop: int) -> None:
         """Takes the tokens ``start`` to ``stop`` of a draft for the newest forward."""

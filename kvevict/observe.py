@@ -31,6 +31,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from kvevict import drafts, host, masks
 from kvevict.drafts import RowSource
 from kvevict.errors import ObservationError, WrongModelError
+from kvevict.steady import Member
 from kvevict.statistics import attend, attention_rows
 
 if TYPE_CHECKING:
@@ -303,7 +304,10 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             return kernel(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         if ticket.layer.steady is not None and host.is_plain(kernel, query, attention_mask, kwargs):
-            result, weights = attend(query, key, value, scaling)
+            steady = ticket.layer.steady
+            room = steady.room() if isinstance(steady, Member) else None
+            with torch.no_grad():
+                result, weights = attend(query, key, value, scaling, room)
             ticket.finish([(0, weights)])
             return result, None
 

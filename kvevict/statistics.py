@@ -69,15 +69,19 @@ def attention_rows(
         yield a, weights
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, room: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The attention of one query that sees every slot: its output (B, 1, heads, D), and weights (B, H, G, 1, L) float32.
 
-    query: (B, heads, 1, D); keys, values: (B, H, L, D). Equals the rows of ``attention_rows`` bit for bit.
+    query: (B, heads, 1, D); keys, values: (B, H, L, D).
+    room:  where to write the weights, (B * H, G, L) float32.
+    The weights equal those of ``attention_rows`` bit for bit.
     """
     B, heads, _, D = query.shape
     H, L = keys.shape[1], keys.shape[2]
     asked = query.reshape(B * H, heads // H, D).float() * (D**-0.5 if scaling is None else scaling)
     logits = torch.bmm(asked, keys.reshape(B * H, L, D).float().transpose(1, 2))
-    weights = logits.softmax(-1)  # (B * H, G, L)
+    weights = torch.softmax(logits, -1, out=room)  # (B * H, G, L)
     output = torch.bmm(weights.to(values.dtype), values.reshape(B * H, L, values.shape[-1]))
     return output.view(B, 1, heads, values.shape[-1]), weights.view(B, H, heads // H, 1, L)

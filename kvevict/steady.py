@@ -4,79 +4,43 @@ Once a layer without pads is full, most of what the general path works out at ev
 of the slots in use, the budget, which sinks and prompt tokens never go. Here it is worked out once, and a step is
 left with a few small writes. Whatever is unusual (pads, a mask, several tokens, drafts, another batch) leaves this
 state first, and the general path goes on from where the layer stands.
+
+    Ring    the policy looks at age alone: the slots are filled in turn
+    Alone   any other policy, layer by layer
+    Member  layers whose policy treats every row alike decide together, a Choir of a few layers at a time, because a
+            small tensor operation costs as much for eight layers as for one
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvevict import selection
-from kvevict.policies.base import Held, Policy
+from kvevict.policies.base import Held, Policy, Rows
 
 if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
 
+Rescore = Callable[[Tensor], Tensor]
 
-@dataclass
-class Ring:
-    """Slots in order of age, for a policy that only looks at age: in all rows and heads the oldest token goes.
-
-    slots: every slot whose token may go; the newest token always takes the place of the oldest, so that they go round.
-    at:    index in ``slots`` of the free one, or of the newest token's while its forward is not over.
-    owed:  how many of the newest tokens are not in the books yet.
-    """
-
-    slots: list[int]
-    at: int = 0
-    owed: int = 0
-
-    @property
-    def slot(self) -> int:
-        """Where the next token goes, or where the newest went while its forward is not over."""
-        return self.slots[self.at]
-
-    def advance(self) -> None:
-        """The oldest token goes."""
-        self.at = (self.at + 1) % len(self.slots)
-
-    def newest(self, done: bool) -> list[int]:
-        """The slots of the tokens that are owed, newest first; ``done``: whether their forward is over."""
-        return [self.slots[(self.at - done - back) % len(self.slots)] for back in range(min(self.owed, len(self.slots)))]
+TOGETHER = 8
+"""Layers that decide together. More save little, and their attention has to be kept until the last one's is there."""
 
 
-@dataclass
 class Steady:
-    """What stays the same while a layer takes one token after the other.
+    """How a layer takes one token after the other.
 
-    held:     the slots in use; ``seen`` is brought up to date at each step.
-    may_go:   (B, H, slots) bool, all but the sinks and prompt tokens that never go; None if there are none of those.
-    recent:   how many of the newest tokens stay.
-    newest:   (1, 1) the position of the newest token.
-    columns:  the policy's columns as stored, with the number that a token begins with.
-    ring:     the slots in turn, for a policy that only looks at age.
-    marked:   whether the books say that the free slot is empty.
-    unmasked: whether the attention was seen to use no mask.
+    unmasked: whether the attention of the last step was seen to use no mask.
     """
 
-    held: Held
-    may_go: Tensor | None
-    recent: int
-    newest: Tensor
-    columns: list[tuple[Tensor, float]]
-    ring: Ring | None
-    marked: bool = True
-    unmasked: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied layer finds its own way back
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+    unmasked = False
 
     def takes(self, layer: EvictingLayer, keys: Tensor) -> bool:
         """Whether these new keys (B, H, Q, D) are an ordinary step."""
@@ -87,78 +51,327 @@ class Steady:
 
     def arrive(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one token over the free slot; returns all keys, as a fresh view, and all values."""
-        stored_keys, stored_values, ring = layer.keys, layer.values, self.ring
-        assert stored_keys is not None and stored_values is not None
-        column = layer.seen
-        layer.seen = self.held.seen = column + 1
+        layer.seen += 1
         layer.shortest += 1
         layer.fresh = 1
         layer.pending = True
-        layer.arrived = self.newest.add_(1)
-        if ring is not None:
-            stored_keys.narrow(2, ring.slot, 1).copy_(keys)
-            stored_values.narrow(2, ring.slot, 1).copy_(values)
-            ring.owed += 1
-            return stored_keys.narrow(2, 0, layer.slots), layer.used(stored_values)
-        free = layer.slot_to_fill
-        assert free is not None
-        layer.landed, layer.slot_to_fill = free, None
-        index = free.unsqueeze(-1)
-        stored_keys.scatter_(2, index.expand_as(keys), keys)
-        stored_values.scatter_(2, index.expand_as(values), values)
-        self.held.positions.scatter_(2, free, column)
-        self.marked = True
-        for stored, fill in self.columns:
-            extra = stored.dim() - 3
-            place = free.view(*free.shape, *(1,) * extra).expand(-1, -1, 1, *stored.shape[3:]) if extra else free
-            stored.scatter_(2, place, fill)
-        return stored_keys.narrow(2, 0, layer.slots), layer.used(stored_values)
+        self.write(layer, keys, values)
+        assert layer.keys is not None and layer.values is not None
+        return layer.keys.narrow(2, 0, layer.slots), layer.used(layer.values)
 
-    def evict(self, layer: EvictingLayer, rescore: Callable[[Tensor], Tensor] | None) -> None:
+    def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
+        """Puts one token where the free slot is."""
+        raise NotImplementedError
+
+    def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
+        """Shows the policy the attention of the newest token."""
+
+    def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
         """Finds the slot of the token that goes."""
-        if self.ring is not None:
-            self.ring.advance()
-            return
-        scores = layer.scores(self.held)
-        if rescore is not None:
-            scores = rescore(scores)
-        self.let_go(layer, self.choose(layer, scores))
-
-    def choose(self, layer: EvictingLayer, scores: Tensor) -> Tensor:
-        """The slot to free in each row and head, by scores (B, H, slots): (B, H, 1)."""
-        positions, may_go = self.held.positions, self.may_go
-        if self.recent:
-            older = positions < layer.seen - self.recent
-            may_go = older if may_go is None else older & may_go
-        lowest, slot = selection.lowest_first(scores, positions, may_go)
-        layer.check_lowest(lowest, scores)
-        return slot
-
-    def let_go(self, layer: EvictingLayer, slot: Tensor) -> None:
-        """Frees a slot (B, H, 1). The books say so only when somebody asks: the next token overwrites it."""
-        layer.landed, layer.slot_to_fill = None, slot
-        self.marked = False
+        raise NotImplementedError
 
     def catch_up(self, layer: EvictingLayer) -> None:
-        """Writes into the books what was left out of them."""
-        ring, positions = self.ring, self.held.positions
-        if ring is None:
-            if not self.marked and not layer.pending:
-                self.marked = True
-                positions.scatter_(2, layer.slot_to_fill, -1)
-            return
-        if not ring.owed:
-            return
-        newest = ring.newest(done=not layer.pending)
-        ring.owed = 0
-        back = torch.arange(len(newest), device=positions.device)
-        positions[:, :, torch.tensor(newest, device=positions.device)] = layer.seen - 1 - back
-        index = torch.full((*positions.shape[:2], 1), ring.slot, device=positions.device)
+        """Writes into the layer's books what was left out of them."""
+        raise NotImplementedError
+
+    def leave(self, layer: EvictingLayer) -> None:
+        """Ends the steady state, of this layer and of those that decide together with it."""
+        self.catch_up(layer)
         if layer.pending:
-            layer.landed, layer.slot_to_fill = index, None
+            layer.arrived = torch.full((1, 1), layer.seen - 1, device=layer.device)
+        layer.steady = None
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept beside the layer's own tensors."""
+        return []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied layer finds its own way back
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+# -- by age ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Ring(Steady):
+    """Slots in order of age: in all rows and heads the oldest token goes, and the newest takes its place.
+
+    slots: every slot whose token may go, so that they go round.
+    at:    index in ``slots`` of the free one, or of the newest token's while its forward is not over.
+    owed:  how many of the newest tokens are not in the books yet.
+    """
+
+    slots: list[int]
+    at: int = 0
+    owed: int = 0
+
+    def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
+        assert layer.keys is not None and layer.values is not None
+        slot = self.slots[self.at]
+        layer.keys.narrow(2, slot, 1).copy_(keys)
+        layer.values.narrow(2, slot, 1).copy_(values)
+        self.owed += 1
+
+    def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
+        self.at = (self.at + 1) % len(self.slots)
+        layer.pending = False
+
+    def catch_up(self, layer: EvictingLayer) -> None:
+        if not self.owed:
+            return
+        positions = layer.booked(layer.slots)
+        newest = self.at - (not layer.pending)
+        slots = [self.slots[(newest - back) % len(self.slots)] for back in range(min(self.owed, len(self.slots)))]
+        self.owed = 0
+        back = torch.arange(len(slots), device=positions.device)
+        positions[:, :, torch.tensor(slots, device=positions.device)] = layer.seen - 1 - back
+        here = torch.full((*positions.shape[:2], 1), self.slots[self.at], device=positions.device)
+        if layer.pending:
+            layer.landed, layer.slot_to_fill = here, None
         else:
-            positions[:, :, ring.slot] = -1
-            layer.landed, layer.slot_to_fill = None, index
+            positions.scatter_(2, here, -1)
+            layer.landed, layer.slot_to_fill = None, here
+
+
+def _ring(held: Held, stay: Tensor | None) -> Ring:
+    """The slots in order of age, the free one first. Rows and heads hold the same tokens: any one will do."""
+    order = held.positions[0, 0].argsort().tolist()
+    staying = set() if stay is None else set(stay[0, 0].nonzero()[:, 0].tolist())
+    return Ring([slot for slot in order if slot not in staying])
+
+
+# -- by score --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Choice:
+    """What a choice needs every time: of one layer, or of several stacked as rows.
+
+    held:    the slots in use; ``seen`` is brought up to date at each step.
+    may_go:  (B, H, slots) bool, all but the sinks and prompt tokens that never go; None if there are none of those.
+    recent:  how many of the newest tokens stay.
+    columns: the policy's columns as stored, with the number that a token begins with.
+    """
+
+    held: Held
+    may_go: Tensor | None
+    recent: int
+    columns: list[tuple[Tensor, float]]
+
+    def book(self, slot: Tensor) -> None:
+        """The newest token is in ``slot`` (B, H, 1) now, and its columns begin."""
+        seen = self.held.seen
+        assert isinstance(seen, int)
+        self.held.positions.scatter_(2, slot, seen - 1)
+        for stored, fill in self.columns:
+            extra = stored.dim() - 3
+            place = slot.view(*slot.shape, *(1,) * extra).expand(-1, -1, 1, *stored.shape[3:]) if extra else slot
+            stored.scatter_(2, place, fill)
+
+    def slot(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The slot to free, (B, H, 1), and the lowest score of those that may go, by scores (B, H | 1, slots)."""
+        positions, may_go = self.held.positions, self.may_go
+        if self.recent:
+            older = positions < self.held.seen - self.recent
+            may_go = older if may_go is None else older & may_go
+        lowest, slot = selection.lowest_first(scores, positions, may_go)
+        return slot, lowest
+
+
+@dataclass(eq=False)
+class Alone(Steady):
+    """One layer that decides for itself.
+
+    newest: (1, 1) the position of the newest token.
+    marked: whether the books say that the free slot is empty.
+    """
+
+    choice: Choice
+    newest: Tensor
+    marked: bool = True
+
+    def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
+        slot = layer.slot_to_fill
+        assert slot is not None and layer.keys is not None and layer.values is not None
+        layer.arrived = self.newest.add_(1)
+        layer.landed, layer.slot_to_fill = slot, None
+        index = slot.unsqueeze(-1)
+        layer.keys.scatter_(2, index.expand_as(keys), keys)
+        layer.values.scatter_(2, index.expand_as(values), values)
+        self.choice.held.seen = layer.seen
+        self.choice.book(slot)
+        self.marked = True
+
+    def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
+        for _, weights in blocks:
+            layer.spec.policy.observe(self.choice.held, Rows(weights, self.newest.expand(weights.shape[0], 1)))
+
+    def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
+        scores = layer.scores(self.choice.held)
+        if rescore is not None:
+            scores = rescore(scores)
+        slot, lowest = self.choice.slot(scores)
+        layer.check_lowest(lowest, scores)
+        layer.landed, layer.slot_to_fill = None, slot
+        layer.pending = self.marked = False
+
+    def catch_up(self, layer: EvictingLayer) -> None:
+        if not self.marked and not layer.pending:
+            assert layer.slot_to_fill is not None
+            layer.booked(layer.slots).scatter_(2, layer.slot_to_fill, -1)
+        self.marked = True
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.choice.may_go is None else [self.choice.may_go]
+
+
+@dataclass(eq=False)
+class Member(Steady):
+    """One layer of a choir.
+
+    number: which one of the choir's layers.
+    index:  (B, H, 1, 1) the slot to fill.
+    owes:   what the books lack: that the newest token has come, or that the free slot is empty.
+    """
+
+    choir: weakref.ref[Choir]
+    number: int
+    index: Tensor
+    owes: str = ""
+
+    def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
+        assert layer.keys is not None and layer.values is not None
+        layer.keys.scatter_(2, self.index.expand_as(keys), keys)
+        layer.values.scatter_(2, self.index.expand_as(values), values)
+        layer.landed, layer.slot_to_fill = layer.slot_to_fill, None
+        self.owes = "arrival"
+
+    def room(self) -> Tensor:
+        """Where the attention of this step may be written: (B * H, G, slots) float32."""
+        return self._choir().attention[self.number]
+
+    def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
+        for _, weights in blocks:
+            self._choir().hear(self.number, weights)
+
+    def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
+        choir = self._choir()
+        if self.number == len(choir.layers) - 1:
+            choir.evict()
+
+    def catch_up(self, layer: EvictingLayer) -> None:
+        positions = layer.booked(layer.slots)
+        if self.owes == "arrival":
+            assert layer.landed is not None
+            layer.book(layer.landed)
+        elif self.owes == "departure":
+            assert layer.slot_to_fill is not None
+            positions.scatter_(2, layer.slot_to_fill, -1)
+        self.owes = ""
+
+    def leave(self, layer: EvictingLayer) -> None:
+        self._choir().dissolve()
+
+    def tensors(self) -> list[Tensor]:
+        return self._choir().tensors()
+
+    def _choir(self) -> Choir:
+        choir = self.choir()
+        assert choir is not None, "the cache that keeps the choir is gone"
+        return choir
+
+
+@dataclass(eq=False)
+class Choir:
+    """A few layers of one cache that decide together, stacked as the rows of one batch.
+
+    layers:    the layers, in order.
+    choice:    of all of them; rows are (layer, row of the batch).
+    attention: (layers, B * H, G, slots) float32, of this step.
+    heard:     how many layers' attention is there.
+    """
+
+    layers: list[EvictingLayer]
+    choice: Choice
+    attention: Tensor
+    slot: Tensor
+    heard: int = 0
+    lowest: Tensor | None = field(default=None, repr=False)
+
+    def hear(self, number: int, weights: Tensor) -> None:
+        """Takes the attention (B, H, G, 1, slots) of one layer; after the last one's, shows the policy all of it."""
+        room = self.attention[number]
+        if weights.data_ptr() != room.data_ptr():
+            room.copy_(weights.reshape(room.shape))
+        self.heard = number + 1
+        if self.heard < len(self.layers):
+            return
+        first, held = self.layers[0], self.choice.held
+        held.seen = first.seen
+        self.choice.book(self.slot)
+        for layer in self.layers:
+            assert isinstance(layer.steady, Member)
+            layer.steady.owes = ""
+        rows, H, slots = held.positions.shape
+        newest = torch.full((1, 1), first.seen - 1, device=held.positions.device)
+        shown = Rows(self.attention.view(rows, H, -1, 1, slots), newest.expand(rows, 1))
+        first.spec.policy.observe(held, shown)
+
+    def scores(self) -> Tensor:
+        """The policy's scores, (layers * B, H | 1, slots)."""
+        return self.layers[0].scores(self.choice.held)
+
+    def evict(self, scores: Tensor | None = None) -> None:
+        """Frees a slot in each layer, row and head."""
+        scores = self.scores() if scores is None else scores
+        slot, lowest = self.choice.slot(scores)
+        self.layers[0].check_lowest(lowest, scores)
+        self.free(slot)
+
+    def votes(self) -> Tensor:
+        """How many heads of how many layers would let go of each slot: (B, slots) int64."""
+        scores = self.scores()
+        slot, lowest = self.choice.slot(scores)
+        self.layers[0].check_lowest(lowest, scores)
+        batch = self.choice.held.positions.shape[0] // len(self.layers)
+        slot = slot.view(len(self.layers), batch, -1).transpose(0, 1).reshape(batch, -1)  # (B, layers * H)
+        votes = torch.zeros(batch, self.choice.held.positions.shape[2], dtype=torch.long, device=slot.device)
+        return votes.scatter_add_(1, slot, torch.ones_like(slot))
+
+    def free(self, slot: Tensor) -> None:
+        """Frees ``slot`` (layers * B, H, 1). The books say so only when somebody asks: the next token overwrites it."""
+        self.slot = slot
+        self.heard = 0
+        each = slot.view(len(self.layers), -1, *slot.shape[1:])  # (layers, B, H, 1)
+        for layer, own, index in zip(self.layers, each.unbind(), each.unsqueeze(-1).unbind(), strict=True):
+            member = layer.steady
+            assert isinstance(member, Member)
+            member.index, member.owes = index, "departure"
+            layer.landed, layer.slot_to_fill, layer.pending = None, own, False
+
+    def dissolve(self) -> None:
+        """Every layer goes back to the general path; those whose attention was heard already are settled there."""
+        heard, self.heard = self.heard, 0
+        for number, layer in enumerate(self.layers):
+            if not isinstance(layer.steady, Member):
+                continue
+            Steady.leave(layer.steady, layer)
+            if number < heard < len(self.layers) and layer.pending:
+                rows = self.attention[number].view(-1, layer.kv_heads, self.attention.shape[2], 1, layer.slots)
+                layer.observe([(0, rows)])
+                if not layer.spec.policy.consensus:
+                    layer.settle()
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept beside the layers' own tensors."""
+        may_go = [] if self.choice.may_go is None else [self.choice.may_go]
+        return [self.attention, self.slot, *may_go]
+
+
+# -- how it begins ---------------------------------------------------------------------------------------------
 
 
 def begin(layer: EvictingLayer) -> Steady | None:
@@ -178,21 +391,64 @@ def begin(layer: EvictingLayer) -> Steady | None:
         prompt=held.prompt,
         ends=policy.prompt_ends(held.budget, held.prompt),
     )
+    if spec.by_age:
+        return _ring(held, stay)
     recent = policy.recent_for(held.budget)
     assert isinstance(recent, int)  # an int budget gives an int
-    return Steady(
-        held=held,
-        may_go=None if stay is None else ~stay,
-        recent=recent,
-        newest=torch.full((1, 1), layer.seen - 1, device=held.positions.device),
-        columns=[(held.columns[name], column.fill) for name, column in layer.columns.items()],
-        ring=_ring(held, stay) if spec.by_age else None,
+    columns = [(held.columns[name], column.fill) for name, column in layer.columns.items()]
+    choice = Choice(held, None if stay is None else ~stay, recent, columns)
+    return Alone(choice, torch.full((1, 1), layer.seen - 1, device=held.positions.device))
+
+
+def gather(layers: list[EvictingLayer], heads: int) -> list[Choir]:
+    """Choirs of those neighbouring layers that stand alone and are alike; ``heads`` query heads in each."""
+    choirs: list[Choir] = []
+    room: Tensor | None = None
+    for alike, group in groupby(layers, _likeness):
+        members = list(group)
+        for first in range(0, len(members), TOGETHER):
+            some = members[first : first + TOGETHER]
+            if alike is None or len(some) == 1:
+                continue
+            B, H, slots = alike[0]
+            if room is None or room.shape[1:] != (B * H, heads // H, slots) or room.device != alike[1]:
+                room = torch.empty(min(TOGETHER, len(members)), B * H, heads // H, slots, device=alike[1])
+            choirs.append(_choir(some, room[: len(some)]))
+    return choirs
+
+
+def _likeness(layer: EvictingLayer) -> tuple[torch.Size, torch.device, int] | None:
+    """What layers must have in common to be stacked, or None for one that cannot be."""
+    if not isinstance(layer.steady, Alone) or layer.pending:
+        return None
+    return layer.slot_positions.shape, layer.device, layer.seen
+
+
+def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:
+    """Stacks the books of ``layers``, which become views of the stack."""
+    alone = [layer.steady for layer in layers]
+    choices = [each.choice for each in alone if isinstance(each, Alone)]
+    names = list(choices[0].held.columns)
+    slot = torch.cat([layer.free for layer in layers if layer.free is not None])
+    positions = torch.stack([choice.held.positions for choice in choices])
+    columns = {name: torch.stack([choice.held.columns[name] for choice in choices]) for name in names}
+    may_go = choices[0].may_go
+    if may_go is not None:
+        may_go = torch.cat([choice.may_go for choice in choices if choice.may_go is not None])
+    held = choices[0].held
+    stacked = Held(
+        positions=positions.flatten(0, 1),
+        seen=held.seen,
+        budget=held.budget,
+        prompt=held.prompt,
+        layers=held.layers,
+        columns={name: column.flatten(0, 1) for name, column in columns.items()},
     )
-
-
-def _ring(held: Held, stay: Tensor | None) -> Ring:
-    """The slots in order of age, the free one first. Rows and heads hold the same tokens: any one will do."""
-    positions = held.positions[0, 0]
-    order = positions.argsort().tolist()
-    staying = set() if stay is None else set(stay[0, 0].nonzero()[:, 0].tolist())
-    return Ring([slot for slot in order if slot not in staying])
+    fills = [fill for _, fill in choices[0].columns]
+    begins = list(zip(stacked.columns.values(), fills, strict=True))
+    choir = Choir(layers, Choice(stacked, may_go, choices[0].recent, begins), room, slot)
+    for number, layer in enumerate(layers):
+        layer.move_books(positions[number], {name: column[number] for name, column in columns.items()})
+        layer.steady = Member(weakref.ref(choir), number, slot)
+    choir.free(slot)
+    return choir

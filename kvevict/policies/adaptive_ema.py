@@ -33,6 +33,7 @@ class AdaptiveEMA(Policy):
     """
 
     name: ClassVar[str] = "adaptive_ema"
+    stacks: ClassVar[bool] = True
     consensus: ClassVar[bool] = True
 
     beta_low: float = 0.70

@@ -27,6 +27,7 @@ class Attention(Policy):
     """
 
     name: ClassVar[str] = "attention"
+    stacks: ClassVar[bool] = True
 
     decay: float = 1.0
 

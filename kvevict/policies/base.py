@@ -148,6 +148,11 @@ class Policy(ABC):
     """Whether all layers vote and evict the same tokens."""
     by_age: ClassVar[bool] = False
     """Whether ``score`` is ``held.positions`` as they are, so that the oldest token goes: saves time only."""
+    stacks: ClassVar[bool] = False
+    """Whether ``observe`` and ``score`` treat every row alike and read neither layer, keys nor values: saves time only.
+
+    Layers that decode are then shown together, stacked as the rows of one batch.
+    """
 
     sinks: int = 0
     recent: int | None = 0

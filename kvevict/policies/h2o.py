@@ -36,6 +36,7 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
+    stacks: ClassVar[bool] = True
 
     recent: int | None = None
     group: GroupReduction = "mean"

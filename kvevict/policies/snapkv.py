@@ -44,6 +44,7 @@ class SnapKV(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
+    stacks: ClassVar[bool] = True
 
     recent: int | None = None
     window: int = 32

@@ -24,6 +24,7 @@ class TOVA(Policy):
     """
 
     name: ClassVar[str] = "tova"
+    stacks: ClassVar[bool] = True
 
     @property
     def queries(self) -> int:
