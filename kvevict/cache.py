@@ -272,7 +272,10 @@ class EvictingCache(Cache):
             module, unused, self._maskless = host.calling_module(3)
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
-        keys, values = layer.update(key_states, value_states)
+        if layer.steady is not None and layer.steady.takes(layer, key_states):
+            keys, values = layer.steady.arrive(layer, key_states, value_states)
+        else:
+            keys, values = layer.update(key_states, value_states)
         if self.free and self._maskless and layer.pending and layer.steady is not None and layer.steady.unmasked:
             layer.settle()  # nobody looks at this attention, and it uses no mask: there is nothing to wait for
             return keys, values
@@ -434,6 +437,9 @@ class EvictingCache(Cache):
 
     def settle(self, layer: EvictingLayer) -> None:
         """Evicts after one layer's attention; policies with consensus wait for the last layer's vote."""
+        steady = layer.steady
+        if isinstance(steady, Member) and not steady.last:
+            return  # the last one of its choir settles all of them
         last = layer.index == self.spec.layers - 1
         if not self.policy.consensus:
             layer.settle()

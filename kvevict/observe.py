@@ -303,12 +303,14 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
                 _ignored("cache")
             return kernel(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
-        if ticket.layer.steady is not None and host.is_plain(kernel, query, attention_mask, kwargs):
-            steady = ticket.layer.steady
-            room = steady.room() if isinstance(steady, Member) else None
-            with torch.no_grad():
-                result, weights = attend(query, key, value, scaling, room)
-            ticket.finish([(0, weights)])
+        steady = ticket.layer.steady
+        if steady is not None and not torch.is_grad_enabled() and host.is_plain(kernel, query, attention_mask, kwargs):
+            if isinstance(steady, Member):
+                result = steady.attend(query, scaling)
+            else:
+                result, weights = attend(query, key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1), scaling)
+                steady.observe(ticket.layer, [(0, weights.view(*key.shape[:2], -1, 1, key.shape[2]))])
+            ticket.cache.settle(ticket.layer)
             return result, None
 
         def rows(start: int, stop: int, slots: int, last: int, mask: Tensor | None) -> Iterable[tuple[int, Tensor]]:

@@ -72,16 +72,16 @@ def attention_rows(
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, room: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention of one query that sees every slot: its output (B, 1, heads, D), and weights (B, H, G, 1, L) float32.
+    """The attention of one query that sees every slot: its output (B, 1, heads, D), and weights (B * H, G, L) float32.
 
-    query: (B, heads, 1, D); keys, values: (B, H, L, D).
-    room:  where to write the weights, (B * H, G, L) float32.
+    query: (B, heads, 1, D); keys: (B * H, D, L); values: (B * H, L, D).
+    room:  where to write the weights.
     The weights equal those of ``attention_rows`` bit for bit.
     """
     B, heads, _, D = query.shape
-    H, L = keys.shape[1], keys.shape[2]
-    asked = query.reshape(B * H, heads // H, D).float() * (D**-0.5 if scaling is None else scaling)
-    logits = torch.bmm(asked, keys.reshape(B * H, L, D).float().transpose(1, 2))
-    weights = torch.softmax(logits, -1, out=room)  # (B * H, G, L)
-    output = torch.bmm(weights.to(values.dtype), values.reshape(B * H, L, values.shape[-1]))
-    return output.view(B, 1, heads, values.shape[-1]), weights.view(B, H, heads // H, 1, L)
+    asked = query.reshape(keys.shape[0], -1, D)
+    if asked.dtype != torch.float32:
+        asked, keys = asked.float(), keys.float()
+    weights = torch.softmax(torch.bmm(asked * (D**-0.5 if scaling is None else scaling), keys), -1, out=room)
+    output = torch.bmm(weights if weights.dtype == values.dtype else weights.to(values.dtype), values)
+    return output.view(B, 1, heads, -1), weights

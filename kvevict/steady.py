@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvevict import selection
 from kvevict.policies.base import Held, Policy, Rows
+from kvevict.statistics import attend
 
 if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
@@ -233,34 +234,45 @@ class Member(Steady):
     """One layer of a choir.
 
     number: which one of the choir's layers.
-    index:  (B, H, 1, 1) the slot to fill.
+    last:   whether it is the last one.
+    keys, values: (B * H, D, slots) and (B * H, slots, D), views of what the layer stores.
+    index:  (B, H, 1, D) the slot to fill, once for each number of a key.
     owes:   what the books lack: that the newest token has come, or that the free slot is empty.
     """
 
     choir: weakref.ref[Choir]
     number: int
+    last: bool
+    keys: Tensor
+    values: Tensor
     index: Tensor
     owes: str = ""
 
     def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
         assert layer.keys is not None and layer.values is not None
-        layer.keys.scatter_(2, self.index.expand_as(keys), keys)
-        layer.values.scatter_(2, self.index.expand_as(values), values)
+        index = self.index if values.shape == keys.shape else self.index[..., :1].expand_as(values)
+        layer.keys.scatter_(2, self.index, keys)
+        layer.values.scatter_(2, index, values)
         layer.landed, layer.slot_to_fill = layer.slot_to_fill, None
         self.owes = "arrival"
 
-    def room(self) -> Tensor:
-        """Where the attention of this step may be written: (B * H, G, slots) float32."""
-        return self._choir().attention[self.number]
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Attention over all slots for one query (B, heads, 1, D), heard by the choir: (B, 1, heads, D)."""
+        choir = self._choir()
+        output, _ = attend(query, self.keys, self.values, scaling, choir.attention[self.number])
+        choir.hear(self.number)
+        return output
 
     def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
         for _, weights in blocks:
-            self._choir().hear(self.number, weights)
+            choir = self._choir()
+            room = choir.attention[self.number]
+            room.copy_(weights.reshape(room.shape))
+            choir.hear(self.number)
 
     def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
-        choir = self._choir()
-        if self.number == len(choir.layers) - 1:
-            choir.evict()
+        if self.last:
+            self._choir().evict()
 
     def catch_up(self, layer: EvictingLayer) -> None:
         positions = layer.booked(layer.slots)
@@ -291,6 +303,8 @@ class Choir:
     layers:    the layers, in order.
     choice:    of all of them; rows are (layer, row of the batch).
     attention: (layers, B * H, G, slots) float32, of this step.
+    slot:      (layers * B, H, 1) where the newest tokens went, or will go.
+    head_size: numbers of a key.
     heard:     how many layers' attention is there.
     """
 
@@ -298,14 +312,11 @@ class Choir:
     choice: Choice
     attention: Tensor
     slot: Tensor
+    head_size: int
     heard: int = 0
-    lowest: Tensor | None = field(default=None, repr=False)
 
-    def hear(self, number: int, weights: Tensor) -> None:
-        """Takes the attention (B, H, G, 1, slots) of one layer; after the last one's, shows the policy all of it."""
-        room = self.attention[number]
-        if weights.data_ptr() != room.data_ptr():
-            room.copy_(weights.reshape(room.shape))
+    def hear(self, number: int) -> None:
+        """The attention of one layer is there; after the last one's, the policy is shown all of it."""
         self.heard = number + 1
         if self.heard < len(self.layers):
             return
@@ -346,7 +357,8 @@ class Choir:
         self.slot = slot
         self.heard = 0
         each = slot.view(len(self.layers), -1, *slot.shape[1:])  # (layers, B, H, 1)
-        for layer, own, index in zip(self.layers, each.unbind(), each.unsqueeze(-1).unbind(), strict=True):
+        wide = each.unsqueeze(-1).expand(*each.shape, self.head_size)
+        for layer, own, index in zip(self.layers, each.unbind(), wide.unbind(), strict=True):
             member = layer.steady
             assert isinstance(member, Member)
             member.index, member.owes = index, "departure"
@@ -446,9 +458,14 @@ def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:
     )
     fills = [fill for _, fill in choices[0].columns]
     begins = list(zip(stacked.columns.values(), fills, strict=True))
-    choir = Choir(layers, Choice(stacked, may_go, choices[0].recent, begins), room, slot)
+    assert layers[0].keys is not None
+    head_size = layers[0].keys.shape[-1]
+    choir = Choir(layers, Choice(stacked, may_go, choices[0].recent, begins), room, slot, head_size)
     for number, layer in enumerate(layers):
         layer.move_books(positions[number], {name: column[number] for name, column in columns.items()})
-        layer.steady = Member(weakref.ref(choir), number, slot)
+        assert held.keys is not None and layer.keys is not None and layer.values is not None
+        keys, values = (layer.used(each).flatten(0, 1) for each in (layer.keys, layer.values))
+        last = number == len(layers) - 1
+        layer.steady = Member(weakref.ref(choir), number, last, keys.transpose(1, 2), values, slot)
     choir.free(slot)
     return choir
