@@ -161,6 +161,7 @@ class EvictingCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         for layer in self.evicting_layers:
             layer.check_pending()
+        self._catch_up()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         for name, value in vars(self).items():
@@ -181,12 +182,19 @@ class EvictingCache(Cache):
 
     # -- copies and files ------------------------------------------------------------------------------------
 
+    def _catch_up(self) -> None:
+        """Brings all books up to date, as layers that decide together share tensors."""
+        for layer in self.evicting_layers:
+            if layer.steady is not None:
+                layer.steady.catch_up(layer)
+
     def __copy__(self) -> EvictingCache:
         raise UnsupportedOperationError("copy.copy(cache) would share tensors that change: use copy.deepcopy(cache)")
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle holds: everything but the model."""
         self._check_halfway()
+        self._catch_up()
         model = self._model()
         known = self._print if model is None else storage.fingerprint(model)
         own = {"_choirs": [], "_model": _nobody, "_modules": set(), "_attachment": None, "_print": known}
@@ -272,10 +280,7 @@ class EvictingCache(Cache):
             module, unused, self._maskless = host.calling_module(3)
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
-        if layer.steady is not None and layer.steady.takes(layer, key_states):
-            keys, values = layer.steady.arrive(layer, key_states, value_states)
-        else:
-            keys, values = layer.update(key_states, value_states)
+        keys, values = layer.update(key_states, value_states)
         if self.free and self._maskless and layer.pending and layer.steady is not None and layer.steady.unmasked:
             layer.settle()  # nobody looks at this attention, and it uses no mask: there is nothing to wait for
             return keys, values
@@ -390,8 +395,6 @@ class EvictingCache(Cache):
 
         ahead: tokens of the next forward that the layers below the first evicting one have taken already.
         """
-        for layer in self.evicting_layers:
-            layer.check_pending()
         seen = [
             layer.get_seq_length() - (ahead if index < self._evicting[0] else 0)
             for index, layer in enumerate(self.layers)
@@ -402,11 +405,16 @@ class EvictingCache(Cache):
                 f"the previous forward ended halfway: its layers have seen {min(seen)} to {max(seen)} tokens. Call "
                 "cache.reset(), or go on from a copy made before it"
             )
+        for layer in self.evicting_layers:
+            layer.check_pending()
 
     def reset(self) -> None:
         """Forgets everything, and frees the memory."""
         for layer in self.evicting_layers:
+            layer.steady = None  # what a choir has heard so far is not settled any more
+        for layer in self.evicting_layers:
             layer.reset()
+        self._choirs = []
         for index, unused in self._others.items():
             self.layers[index] = copy.deepcopy(unused)  # 5.17 only zeroes sliding layers
 

@@ -158,9 +158,7 @@ def masked_attention(module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[.
     return attention
 
 
-def is_plain(
-    kernel: Callable[..., Any], query: Tensor, mask: Tensor | None, arguments: Mapping[str, object]
-) -> bool:
+def is_plain(kernel: Callable[..., Any], query: Tensor, mask: Tensor | None, arguments: Mapping[str, object]) -> bool:
     """Whether this call of an attention function is softmax(q k) v over all keys for one query, and nothing else."""
     return (
         kernel is sdpa_attention_forward

@@ -408,11 +408,14 @@ class EvictingLayer(CacheLayerMixin):
             self._write(self.tokens, torch.arange(column, self.seen, device=device)[None, None])
         self.reserved = True
 
-    @_outside_inference_mode
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the new tokens and returns everything held, old and new: (B, H, slots, D) twice."""
         if self.steady is not None and self.steady.takes(self, key_states):
             return self.steady.arrive(self, key_states, value_states)
+        return self._store(key_states, value_states)
+
+    @_outside_inference_mode
+    def _store(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         batch, _, tokens, _ = key_states.shape
         if not self.reserved:
             self.check(batch, tokens)
@@ -669,7 +672,7 @@ class EvictingLayer(CacheLayerMixin):
             self.raise_if_bad()
 
     def check_lowest(self, lowest: Tensor, scores: Tensor) -> None:
-        """Like ``check_scores``, of scores whose ``lowest`` (B, H | 1, 1) are known: a minimum is NaN if any score is."""
+        """Like ``check_scores``, of scores whose ``lowest`` (B, H | 1, 1) are known: those are NaN if any score is."""
         if not lowest.dtype.is_floating_point:
             return
         if lowest.device.type != "cpu":
@@ -981,6 +984,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything, and frees the memory."""
+        self.leave_steady()
         self._clear()
 
 

@@ -31,8 +31,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 from kvevict import drafts, host, masks
 from kvevict.drafts import RowSource
 from kvevict.errors import ObservationError, WrongModelError
-from kvevict.steady import Member
 from kvevict.statistics import attend, attention_rows
+from kvevict.steady import Member
 
 if TYPE_CHECKING:
     from kvevict.cache import EvictingCache
@@ -306,12 +306,12 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         steady = ticket.layer.steady
         if steady is not None and not torch.is_grad_enabled() and host.is_plain(kernel, query, attention_mask, kwargs):
             if isinstance(steady, Member):
-                result = steady.attend(query, scaling)
+                output = steady.attend(query, scaling)
             else:
-                result, weights = attend(query, key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1), scaling)
+                output, weights = attend(query, key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1), scaling)
                 steady.observe(ticket.layer, [(0, weights.view(*key.shape[:2], -1, 1, key.shape[2]))])
             ticket.cache.settle(ticket.layer)
-            return result, None
+            return output, None
 
         def rows(start: int, stop: int, slots: int, last: int, mask: Tensor | None) -> Iterable[tuple[int, Tensor]]:
             whole = stop - start == query.shape[2] and slots == key.shape[2]

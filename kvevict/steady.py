@@ -103,11 +103,13 @@ class Ring(Steady):
     slots: every slot whose token may go, so that they go round.
     at:    index in ``slots`` of the free one, or of the newest token's while its forward is not over.
     owed:  how many of the newest tokens are not in the books yet.
+    marked: whether the books know which slot is free, or the newest token's.
     """
 
     slots: list[int]
     at: int = 0
     owed: int = 0
+    marked: bool = True
 
     def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
         assert layer.keys is not None and layer.values is not None
@@ -115,20 +117,21 @@ class Ring(Steady):
         layer.keys.narrow(2, slot, 1).copy_(keys)
         layer.values.narrow(2, slot, 1).copy_(values)
         self.owed += 1
+        self.marked = False
 
     def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
         self.at = (self.at + 1) % len(self.slots)
-        layer.pending = False
+        layer.pending = self.marked = False
 
     def catch_up(self, layer: EvictingLayer) -> None:
-        if not self.owed:
+        if self.marked:
             return
         positions = layer.booked(layer.slots)
         newest = self.at - (not layer.pending)
         slots = [self.slots[(newest - back) % len(self.slots)] for back in range(min(self.owed, len(self.slots)))]
-        self.owed = 0
+        self.owed, self.marked = 0, True
         back = torch.arange(len(slots), device=positions.device)
-        positions[:, :, torch.tensor(slots, device=positions.device)] = layer.seen - 1 - back
+        positions[:, :, torch.tensor(slots, dtype=torch.long, device=positions.device)] = layer.seen - 1 - back
         here = torch.full((*positions.shape[:2], 1), self.slots[self.at], device=positions.device)
         if layer.pending:
             layer.landed, layer.slot_to_fill = here, None
@@ -226,7 +229,7 @@ class Alone(Steady):
         self.marked = True
 
     def tensors(self) -> list[Tensor]:
-        return [] if self.choice.may_go is None else [self.choice.may_go]
+        return [self.newest] if self.choice.may_go is None else [self.newest, self.choice.may_go]
 
 
 @dataclass(eq=False)
@@ -366,14 +369,16 @@ class Choir:
 
     def dissolve(self) -> None:
         """Every layer goes back to the general path; those whose attention was heard already are settled there."""
-        heard, self.heard = self.heard, 0
-        for number, layer in enumerate(self.layers):
-            if not isinstance(layer.steady, Member):
-                continue
+        layers, heard, attention = self.layers, self.heard, self.attention
+        for layer in layers:
+            assert isinstance(layer.steady, Member)
             Steady.leave(layer.steady, layer)
-            if number < heard < len(self.layers) and layer.pending:
-                rows = self.attention[number].view(-1, layer.kv_heads, self.attention.shape[2], 1, layer.slots)
-                layer.observe([(0, rows)])
+        vars(self).clear()  # the cache may hold this empty shell for a while
+        if heard == len(layers):
+            return  # the policy has seen all of it
+        for layer, weights in zip(layers[:heard], attention, strict=False):
+            if layer.pending:
+                layer.observe([(0, weights.view(-1, layer.kv_heads, weights.shape[1], 1, layer.slots))])
                 if not layer.spec.policy.consensus:
                     layer.settle()
 

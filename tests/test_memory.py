@@ -55,7 +55,10 @@ def _reachable(thing: Any, known: set[int]) -> Iterator[Tensor]:
 
 
 def _bytes(cache: EvictingCache) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _reachable(cache.layers, set())}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in _reachable([cache.layers, cache._choirs], set())
+    }
     return sum(storages.values())
 
 
