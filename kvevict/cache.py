@@ -25,7 +25,7 @@ from kvevict.errors import (
 )
 from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import make_policy
-from kvevict.policies.base import Policy
+from kvevict.policies.base import ALL_QUERIES, Policy
 from kvevict.rope import rerotation_for
 from kvevict.steady import Alone, Choir, Member, gather
 
@@ -37,6 +37,8 @@ class EvictingCache(Cache):
     policy: a name (``kvevict.policies.POLICIES``), or an instance of a policy, yours included.
     budget: tokens per KV head in each layer (int), or a share of the tokens seen (float in (0, 1]): that many,
         rounded down, and never fewer than the policy protects.
+    fused_prefill: compute attention and what the policy reads of it in one pass over a prompt, which saves time on long
+        prompts. The output then equals sdpa's but for rounding. For policies that read every query, on sdpa.
     options: the policy's options when ``policy`` is a name, such as ``recent=64``.
 
     The new tokens attend to everything held plus themselves; then the policy decides who goes. A prompt is
@@ -58,7 +60,13 @@ class EvictingCache(Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: str | Policy = "h2o", budget: int | float = 512, **options: Any
+        self,
+        model: PreTrainedModel,
+        policy: str | Policy = "h2o",
+        budget: int | float = 512,
+        *,
+        fused_prefill: bool = False,
+        **options: Any,
     ) -> None:
         chosen = make_policy(policy, **options)
         tokens = check_budget(budget)
@@ -70,6 +78,12 @@ class EvictingCache(Cache):
                 f"{type(model).__name__} has no layer that keeps the keys and values of every token: there is nothing "
                 "to evict. Use transformers' own cache"
             )
+        if fused_prefill and (chosen.queries != ALL_QUERIES or host.implementation(model) != "sdpa"):
+            raise OptionError(
+                f"fused_prefill=True with policy {chosen.name!r} under {host.implementation(model)!r} attention: it is "
+                "for policies that read the attention of every query, and for 'sdpa'. Leave it out, or call "
+                "model.set_attn_implementation('sdpa') first"
+            )
         spec = Spec(chosen, tokens, len(evicting))
         _check_protection(spec)
         if getattr(chosen, "positions", "original") == "cache":
@@ -79,6 +93,7 @@ class EvictingCache(Cache):
         self._others = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in evicting}
         super().__init__(layers=layers)
         self.spec = spec
+        self.fused_prefill = fused_prefill
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
@@ -454,12 +469,14 @@ class EvictingCache(Cache):
         elif last:
             self._settle_all(layer.crowded)
         if last and self.spec.stacks and isinstance(layer.steady, Alone):
-            self._choirs = gather(self.evicting_layers, self.heads)
+            self._choirs = gather(self.evicting_layers)
 
     def _settle_all(self, crowded: bool) -> None:
         """Evicts from all layers what their votes decide."""
         layers = self.evicting_layers
         if self._choirs and all(isinstance(each.steady, Member) for each in layers):
+            if not layers[-1].pending:
+                return  # nothing came since
             total = sum(choir.votes() for choir in self._choirs)
             assert isinstance(total, Tensor)
             for choir in self._choirs:

@@ -158,12 +158,10 @@ def masked_attention(module: nn.Module, kwargs: Mapping[str, Any]) -> Callable[.
     return attention
 
 
-def is_plain(kernel: Callable[..., Any], query: Tensor, mask: Tensor | None, arguments: Mapping[str, object]) -> bool:
-    """Whether this call of an attention function is softmax(q k) v over all keys for one query, and nothing else."""
+def is_plain(kernel: Callable[..., Any], query: Tensor, arguments: Mapping[str, object]) -> bool:
+    """Whether this call of an attention function is softmax(q k) v, but for its mask, and nothing else."""
     return (
         kernel is sdpa_attention_forward
-        and mask is None
-        and query.shape[2] == 1
         and not query.requires_grad
         and not arguments.get("dropout")
         and all(arguments.get(name) is None for name in _BESIDES)

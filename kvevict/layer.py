@@ -93,7 +93,7 @@ class Spec:
     @property
     def one_by_one(self) -> bool:
         """Whether no more tokens go than must."""
-        return type(self.policy).at_once is Policy.at_once
+        return self.policy.one_by_one
 
     @functools.cached_property
     def by_age(self) -> bool:
@@ -743,7 +743,8 @@ class EvictingLayer(CacheLayerMixin):
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
         if self.steady is not None:
-            self.steady.settle(self, rescore)
+            if self.pending:  # otherwise nothing came since
+                self.steady.settle(self, rescore)
             return
         assert self.keys is not None and self.values is not None
         if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive

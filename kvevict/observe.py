@@ -304,7 +304,8 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             return kernel(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         steady = ticket.layer.steady
-        if steady is not None and not torch.is_grad_enabled() and host.is_plain(kernel, query, attention_mask, kwargs):
+        alone = attention_mask is None and query.shape[2] == 1
+        if steady is not None and alone and not torch.is_grad_enabled() and host.is_plain(kernel, query, kwargs):
             if isinstance(steady, Member):
                 output = steady.attend(query, scaling)
             else:
@@ -327,6 +328,18 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             )
 
         exact = ticket.exact_mask(attention_mask, query.shape[1], rows)
+        fused = ticket.cache.fused_prefill and ticket.layer.wanted == query.shape[2] > 1
+        if (
+            fused
+            and ticket.layer.draft is None
+            and not torch.is_grad_enabled()
+            and host.is_plain(kernel, query, kwargs)
+        ):
+            B, heads, tokens, D = query.shape
+            output = query.new_empty(B, tokens, heads, value.shape[-1])
+            scale = D**-0.5 if scaling is None else scaling
+            ticket.finish(attention_rows(query, key, exact, scaling=scale, last=tokens, values=value, output=output))
+            return output, None
         if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
             kernel = host.masked_attention(module, kwargs)  # flash kernels take no mask per head
         result = kernel(module, query, key, value, exact, **kwargs)

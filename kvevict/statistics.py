@@ -26,12 +26,15 @@ def attention_rows(
     last: int,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    values: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Softmax rows of the last ``last`` queries, block by block, oldest first.
 
     query: (B, heads, Q, D); keys: (B, H, L, D), the newest Q keys last unless a mask says otherwise.
     mask:  None (causal, or one query that sees all), or (B, 1 | heads, Q, L), bool or additive float.
     sinks: (heads,) learned sink logits, which take their share of the softmax (gpt-oss).
+    values, output: (B, H, L, D) and (B, Q, heads, D); with both, the attention's output is written as well.
     Yields (index of the block's first query, weights (B, H, G, q, l)) where l <= L covers the slots that the
     block may see, and every hidden weight is exactly zero.
     """
@@ -66,6 +69,10 @@ def attention_rows(
             weights = logits.softmax(-1)
         if shown is not None:
             weights = weights.masked_fill(~shown, 0.0)  # a pad's row is all hidden: its softmax is NaN
+        if values is not None and output is not None:
+            part = weights.to(values.dtype).view(B * H, G * (b - a), slots)
+            attended = torch.bmm(part, values.narrow(2, 0, slots).reshape(B * H, slots, -1))
+            output[:, a:b] = attended.view(B, H, G, b - a, -1).permute(0, 3, 1, 2, 4).reshape(B, b - a, heads, -1)
         yield a, weights
 
 

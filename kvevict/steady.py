@@ -190,11 +190,13 @@ class Alone(Steady):
     """One layer that decides for itself.
 
     newest: (1, 1) the position of the newest token.
+    group:  query heads of each KV head, once attention was seen.
     marked: whether the books say that the free slot is empty.
     """
 
     choice: Choice
     newest: Tensor
+    group: int = 0
     marked: bool = True
 
     def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
@@ -211,6 +213,7 @@ class Alone(Steady):
 
     def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
         for _, weights in blocks:
+            self.group = weights.shape[2]
             layer.spec.policy.observe(self.choice.held, Rows(weights, self.newest.expand(weights.shape[0], 1)))
 
     def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
@@ -417,8 +420,8 @@ def begin(layer: EvictingLayer) -> Steady | None:
     return Alone(choice, torch.full((1, 1), layer.seen - 1, device=held.positions.device))
 
 
-def gather(layers: list[EvictingLayer], heads: int) -> list[Choir]:
-    """Choirs of those neighbouring layers that stand alone and are alike; ``heads`` query heads in each."""
+def gather(layers: list[EvictingLayer]) -> list[Choir]:
+    """Choirs of those neighbouring layers that stand alone and are alike."""
     choirs: list[Choir] = []
     room: Tensor | None = None
     for alike, group in groupby(layers, _likeness):
@@ -427,18 +430,18 @@ def gather(layers: list[EvictingLayer], heads: int) -> list[Choir]:
             some = members[first : first + TOGETHER]
             if alike is None or len(some) == 1:
                 continue
-            B, H, slots = alike[0]
-            if room is None or room.shape[1:] != (B * H, heads // H, slots) or room.device != alike[1]:
-                room = torch.empty(min(TOGETHER, len(members)), B * H, heads // H, slots, device=alike[1])
+            (B, H, slots), G, device, _ = alike
+            if room is None or room.shape[1:] != (B * H, G, slots) or room.device != device:
+                room = torch.empty(min(TOGETHER, len(members)), B * H, G, slots, device=device)
             choirs.append(_choir(some, room[: len(some)]))
     return choirs
 
 
-def _likeness(layer: EvictingLayer) -> tuple[torch.Size, torch.device, int] | None:
-    """What layers must have in common to be stacked, or None for one that cannot be."""
-    if not isinstance(layer.steady, Alone) or layer.pending:
+def _likeness(layer: EvictingLayer) -> tuple[torch.Size, int, torch.device, int] | None:
+    """What layers must have in common to be stacked, or None for one that cannot be (yet)."""
+    if not isinstance(layer.steady, Alone) or not layer.steady.group or layer.pending:
         return None
-    return layer.slot_positions.shape, layer.device, layer.seen
+    return layer.slot_positions.shape, layer.steady.group, layer.device, layer.seen
 
 
 def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:

@@ -21,6 +21,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"files"},
     {"policies", "selection", "masks"},
     {"host", "statistics", "rope", "drafts", "storage"},
+    {"steady"},
     {"layer"},
     {"observe"},
     {"cache"},

@@ -84,7 +84,7 @@ class Lane:
         self.hits = torch.zeros(self.rows, trace.heads, trace.group, dtype=torch.int64)
         self._log_at = log
         self.logs = [Log() for _ in budgets] if log else []
-        self._one_by_one = type(policy).at_once is Policy.at_once
+        self._one_by_one = policy.one_by_one
         if not trace.own:
             self._admit(0, None, None)
 

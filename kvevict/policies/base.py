@@ -141,6 +141,8 @@ class Policy(ABC):
     recent: the row's newest tokens that are never evicted.
     protect_prompt: None; "whole" (no prompt token is evicted); or a share of the budget in (0, 1]: that
         many prompt tokens stay, half of them from its start and half from its end.
+    evict_every: how many tokens go together. With more than 1 a cache holds between budget + 1 - evict_every and
+        budget tokens, and decides, and moves what stays, only at every so many decoded tokens.
     """
 
     name: ClassVar[str] = ""
@@ -157,8 +159,12 @@ class Policy(ABC):
     sinks: int = 0
     recent: int | None = 0
     protect_prompt: Literal["whole"] | float | None = None
+    evict_every: int = 1
 
     def __post_init__(self) -> None:
+        check_option(
+            self, "evict_every", type(self.evict_every) is int and self.evict_every >= 1, "a number of tokens from 1"
+        )
         for option in ("sinks", "recent"):
             value = getattr(self, option)
             if value is None and option == "recent":
@@ -233,7 +239,12 @@ class Policy(ABC):
 
     def at_once(self, budget: int | Tensor) -> int | Tensor:
         """How many tokens go together, at least, once ``budget`` (an int, or (B, 1, 1)) is outgrown."""
-        return 1
+        return min(self.evict_every, budget) if isinstance(budget, int) else budget.clamp_max(self.evict_every)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether no more tokens go than must."""
+        return type(self).at_once is Policy.at_once and self.evict_every == 1
 
     def admit(self, new: Held) -> None:
         """Called with the slots of the tokens that just arrived, before they are attended to."""

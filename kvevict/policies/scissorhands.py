@@ -68,7 +68,9 @@ class Scissorhands(Policy):
         return {"history": Column(shape=((self.window + 7) // 8,), dtype=torch.uint8)}
 
     def at_once(self, budget: int | Tensor) -> int | Tensor:
-        return at_least(share_of(self.drop, budget), 1)
+        least = super().at_once(budget)  # 1, unless `evict_every` says otherwise
+        share = at_least(share_of(self.drop, budget), 1)
+        return max(share, least) if isinstance(budget, int) else torch.maximum(*map(torch.as_tensor, (share, least)))
 
     def observe(self, held: Held, rows: Rows) -> None:
         weights = reduce_group(rows.weights, self.group)  # (B, H, Q, L)
