@@ -76,10 +76,15 @@ def measure(model: Any, kvpress: Any, request: dict[str, Any], section: str, at:
     filled = DynamicCache()
     for block in ids[:, :at].split(CHUNK, 1):
         forward(model, filled, block)
-    presses = {BASE: None, **{name: make_press(kvpress, name, budget) for name in request["presses"]}}
+    presses: dict[str, Any] = {BASE: None}
+    failures: dict[str, str] = {}
+    for name in request["presses"]:
+        try:
+            presses[name] = make_press(kvpress, name, budget)
+        except Exception as error:  # not every release has every press
+            failures[name] = f"{type(error).__name__}: {error}"
     caches = {name: copy.deepcopy(filled) for name in presses}
     seconds: dict[str, list[float]] = {name: [] for name in presses}
-    failures: dict[str, str] = {}
     gc.collect()
     gc.disable()
     for number in range(steps):

@@ -16,6 +16,7 @@ from kvevict import host
 from kvevict.bench.caches import Entrant, entrants, fill, forward, random_ids
 from kvevict.bench.rows import Bounded, Fit, Memory
 from kvevict.bench.timing import Progress, check_counts, prompt_entrants, shuffled, ticking, timed, wait
+from kvevict.cache import EvictingCache
 from kvevict.errors import OptionError
 from kvevict.evaluation import cache_bytes
 from kvevict.policies.base import Policy
@@ -32,7 +33,8 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measures what is allocated on ``device`` inside a ``with`` block.
 
     On CUDA the allocator counts. On the CPU torch's profiler records each allocation and release of torch's allocator,
-    those inside kernels included; what libraries take elsewhere is not seen. Raises OptionError for other devices.
+    those inside kernels included; what libraries take elsewhere is not seen, nor is the release of what was there
+    before. Raises OptionError for other devices.
     """
     peak = Peak()
     if device.type == "cuda":
@@ -94,11 +96,8 @@ def bounded_prefill(
     progress: Progress | None = None,
 ) -> list[Bounded]:
     """A prompt of ``tokens`` tokens, ``chunk`` of them per forward, read by each cache in turn."""
-    if tokens < 4 * chunk or tokens % chunk or chunk < 2 or budget < 2:
-        raise OptionError(
-            f"a prompt of {tokens} tokens in chunks of {chunk} at budget={budget}: give a multiple of the chunk, at "
-            "least 4 of them, each of at least 2 tokens, and a budget of at least 2"
-        )
+    check_pieces(tokens, chunk)
+    check_counts(2, budget)
     group = entrants(model, policies, tokens=tokens, budget=budget)
     caches = {each.name: each.make() for each in group}
     watches = {name: _watch(cache) for name, cache in caches.items()}
@@ -116,6 +115,15 @@ def bounded_prefill(
         held = cache_bytes(caches[each.name])
         found.append(Bounded(each.name, tokens, chunk, budget, tuple(seconds[each.name]), watch.nbytes, expected, held))
     return found
+
+
+def check_pieces(tokens: int, chunk: int) -> None:
+    """Raises OptionError unless a prompt can be cut into at least four equal pieces."""
+    if chunk < 2 or tokens < 4 * chunk or tokens % chunk:
+        raise OptionError(
+            f"a prompt of {tokens} tokens in pieces of {chunk}: give a multiple of the piece, at least four of them, "
+            "each of at least 2 tokens"
+        )
 
 
 class _Watch:
@@ -157,8 +165,8 @@ def largest_batches(
 ) -> list[Fit]:
     """The most rows for which a decode step after ``seen`` tokens fits, on an accelerator. Raises OptionError on a CPU.
 
-    A policy's cache after any number of tokens is as large as one that has just been cut, so it reads the budget and
-    one token more.
+    A policy's cache after any number of tokens is as large as one that has just been cut, so one row reads the budget
+    and one token more, and is repeated.
     """
     if model.device.type == "cpu":
         raise OptionError("the largest batch that fits can only be measured on an accelerator: give --device cuda")
@@ -185,7 +193,11 @@ def _step_fits(each: Entrant, tokens: int, rows: int) -> int | None:
     """The cache's bytes if filling it and one step have room, else None."""
     try:
         cache = each.make()
-        fill(each.model, cache, tokens, rows=rows)
+        if isinstance(cache, EvictingCache):
+            fill(each.model, cache, tokens)
+            cache.batch_repeat_interleave(rows)
+        else:
+            fill(each.model, cache, tokens, rows=rows)
         forward(each.model, cache, random_ids(each.model, rows, 1))
         wait(each.model.device)
         return cache_bytes(cache)
@@ -193,7 +205,8 @@ def _step_fits(each: Entrant, tokens: int, rows: int) -> int | None:
         return None
     finally:
         cache = None  # type: ignore[assignment]  # let go before the allocator's reserve is given back
-        torch.accelerator.empty_cache()
+        if each.model.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

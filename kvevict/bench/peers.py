@@ -117,16 +117,15 @@ def _ask(python: str, request: dict[str, Any], progress: Progress | None) -> dic
         asked.write_text(json.dumps(request), "utf-8")
         command = [python, "-I", str(SCRIPT), str(asked), str(answered)]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1"} if Path(request["model"]).is_dir() else None
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=offline)
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("tick ") and progress is not None:
-                    progress(float(line.split()[1]))
-            process.wait()
-        finally:  # a stopped bench leaves nobody measuring
-            process.kill()
-            process.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=offline) as process:
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith("tick ") and progress is not None:
+                        progress(float(line.split()[1]))
+                process.wait()
+            finally:
+                process.kill()  # a stopped bench leaves nobody measuring
         if not answered.exists():
             complaints.seek(0)
             why = _last_line(complaints.read()) or f"exit code {process.returncode}"

@@ -12,6 +12,7 @@ from kvevict.bench import memory, overhead, peers, scaling, timing
 from kvevict.bench.caches import BASELINES, check_baselines, left_out
 from kvevict.bench.rows import Report
 from kvevict.bench.timing import WARM_UP, Progress
+from kvevict.cache import EvictingCache
 from kvevict.errors import OptionError
 from kvevict.policies.base import Policy
 
@@ -57,6 +58,17 @@ class Settings:
         check_baselines(self.baselines)
         timing.check_counts(self.steps, self.budget, self.scale_held, *self.held, *self.seen, *self.prefill, *self.cost)
         timing.check_counts(self.repeats, *(self.scale_seen or (2,)), *(self.scale_budget or (2,)))
+        memory.check_pieces(self.long, self.chunk)
+        peer = ("decode" in self.sections and self.held) or ("after" in self.sections and self.seen)
+        if self.kvpress and not peer:
+            raise OptionError("kvpress is measured at the sizes of the sections decode and after: ask for one of them")
+
+    def budgets(self) -> list[int]:
+        """Every budget that some policy gets."""
+        named = {"decode": self.held, "after": (self.budget,), "prefill": (self.budget,), "cost": self.cost}
+        scaling = (*self.scale_budget, self.scale_held, self.budget)
+        named |= {"scaling": scaling, "bounded": (self.chunk,)}
+        return sorted({each for section, sizes in named.items() if section in self.sections for each in sizes})
 
 
 DEFAULT = Settings()
@@ -91,9 +103,13 @@ class Job:
 def jobs(model: PreTrainedModel, policies: Mapping[str, Policy], settings: Settings, report: Report) -> list[Job]:
     """What to run, in order; each adds its rows to ``report``. What cannot be measured is noted there at once.
 
-    Raises OptionError for names that scaling should take and that are not among ``policies``.
+    Raises OptionError for names that scaling should take and that are not among ``policies``, for a policy that one
+    of the budgets cannot hold, and where nothing is asked for.
     """
     scaled = _scaled(policies, settings)
+    for budget in settings.budgets():  # found now, and not after minutes
+        for policy in policies.values():
+            EvictingCache(model, policy, budget=budget)
     _note(model, settings, report)
     made = [*_step_jobs(model, policies, settings, report), *_prompt_jobs(model, policies, settings, report)]
     if "cost" in settings.sections:
@@ -108,7 +124,7 @@ def jobs(model: PreTrainedModel, policies: Mapping[str, Policy], settings: Setti
             made.append(Job("policy cost", weight, cost))
     if "scaling" in settings.sections:
         made += _scaling_jobs(model, scaled, settings, report)
-    if "bounded" in settings.sections and settings.long:
+    if "bounded" in settings.sections:
         weight = settings.long / 30 * (len(scaled) + 1) * (1 + settings.long / 16000)
 
         def bounded(progress: Progress | None) -> None:
@@ -120,6 +136,10 @@ def jobs(model: PreTrainedModel, policies: Mapping[str, Policy], settings: Setti
         made += _accelerator_jobs(model, policies, settings, report)
     if settings.kvpress:
         made.append(_kvpress_job(model, settings, report))
+    if not made:
+        raise OptionError(
+            f"nothing to measure on {model.device} in sections={settings.sections}: ask for a section, and a size in it"
+        )
     return made
 
 
