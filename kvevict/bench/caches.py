@@ -206,8 +206,10 @@ def rewind(cache: Cache) -> None:
         return
     layers: list[Any] = cache.layers
     for layer in layers:
-        if type(layer) in (DynamicLayer, StaticLayer):
+        if type(layer) is DynamicLayer:
             layer.crop(-1)
+        elif type(layer) is StaticLayer:
+            layer.cumulative_length.sub_(1)  # what its crop does, which 5.17 does not have
 
 
 def held_tokens(cache: Cache) -> int:
