@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HEADS, KV_HEADS, LAYERS, forward, save_reader, small, text, tiny
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 from kvevict import EvictingCache, OptionError, bench, host
 from kvevict.bench import caches, memory, overhead, plan, scaling
@@ -424,6 +424,22 @@ def test_jobs_refuse_a_budget_that_a_policy_cannot_use_and_strangers_in_scaling(
         bench.jobs(model, POLICIES, dataclasses.replace(settings, scale_policies=("tova",)), bench.Report())
     with pytest.raises(OptionError, match="nothing to measure"):
         bench.jobs(model, POLICIES, dataclasses.replace(settings, sections=("fit",)), bench.Report())
+
+
+def test_sizes_beyond_learned_positions_are_refused_and_rotary_ones_go_on():
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64)
+    learned, settings = (
+        GPT2LMHeadModel(config).eval(),
+        dataclasses.replace(bench.QUICK, sections=("decode",), scale_policies=None, steps=2),
+    )
+    with pytest.raises(OptionError, match="has learned 64 positions"):
+        bench.jobs(learned, POLICIES, dataclasses.replace(settings, held=(60,)), bench.Report())
+    found = bench.Report()
+    for job in bench.jobs(learned, POLICIES, dataclasses.replace(settings, held=(20,)), found):
+        job.run(None)
+    assert len(found.timings) == 1 + len(bench.BASELINES) + len(POLICIES)
+    rotary = tiny(max_position_embeddings=16)
+    assert bench.jobs(rotary, POLICIES, dataclasses.replace(settings, held=(60,)), bench.Report())
 
 
 def test_every_job_tells_all_of_its_progress():

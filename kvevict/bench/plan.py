@@ -70,6 +70,14 @@ class Settings:
         named |= {"scaling": scaling, "bounded": (self.chunk,)}
         return sorted({each for section, sizes in named.items() if section in self.sections for each in sizes})
 
+    def longest(self) -> int:
+        """The most tokens that any cache will see."""
+        named = {"decode": self.held, "after": self.seen, "prefill": self.prefill, "memory": self.prefill}
+        scaling = (*self.scale_seen, *self.scale_budget, self.scale_held)
+        named |= {"cost": self.cost, "scaling": scaling, "bounded": (self.long,), "waits": (self.budget,)}
+        sizes = [each for section, sizes in named.items() if section in self.sections for each in sizes]
+        return max(sizes, default=0) + len(self.scale_seen or (0,)) * (self.steps + WARM_UP)
+
 
 DEFAULT = Settings()
 QUICK = Settings(
@@ -104,9 +112,10 @@ def jobs(model: PreTrainedModel, policies: Mapping[str, Policy], settings: Setti
     """What to run, in order; each adds its rows to ``report``. What cannot be measured is noted there at once.
 
     Raises OptionError for names that scaling should take and that are not among ``policies``, for a policy that one
-    of the budgets cannot hold, and where nothing is asked for.
+    of the budgets cannot hold, for sizes beyond a model's learned positions, and where nothing is asked for.
     """
     scaled = _scaled(policies, settings)
+    _check_positions(model, settings)
     for budget in settings.budgets():  # found now, and not after minutes
         for policy in policies.values():
             EvictingCache(model, policy, budget=budget)
@@ -150,6 +159,18 @@ def _scaled(policies: Mapping[str, Policy], settings: Settings) -> dict[str, Pol
     if missing:
         raise OptionError(f"scaling should take {', '.join(missing)}, which is not among {', '.join(policies)}")
     return {name: policies[name] for name in settings.scale_policies}
+
+
+def _check_positions(model: PreTrainedModel, settings: Settings) -> None:
+    """Learned positions end; rotary ones go on, and their speed with them."""
+    config = host.decoder_config(model)
+    known = getattr(config, "max_position_embeddings", None)
+    if known is None or getattr(config, "rope_parameters", None) is not None or settings.longest() <= known:
+        return
+    raise OptionError(
+        f"{type(model).__name__} has learned {known} positions, and {settings.longest()} are asked for: give smaller "
+        "sizes, or leave sections out"
+    )
 
 
 def _note(model: PreTrainedModel, settings: Settings, report: Report) -> None:
