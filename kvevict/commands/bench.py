@@ -1,87 +1,166 @@
-"""``kvevict bench``: decode, prefill and memory beside transformers' own cache, in one process."""
+"""``kvevict bench``: speed and memory beside transformers' own caches, in one process."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvevict.commands.options import Commands, names, need, positive, say
+from kvevict.commands.options import Commands, counts, names, need, positive, say
+
+if TYPE_CHECKING:
+    from kvevict.bench import Report, Settings
 
 POLICIES = ["streaming_llm", "tova", "h2o", "snapkv", "adaptive_ema"]
+QUICK_POLICIES = ["streaming_llm", "tova", "h2o"]
 
 
 def add(commands: Commands) -> None:
     """Declares the command."""
     bench = commands.add_parser(
         "bench",
-        help="measure speed and memory against transformers' own cache",
+        help="measure speed and memory against transformers' own caches",
         description="Time decode steps and prompts with every cache in turn, in one process, and print medians as "
-        "ratios to DynamicCache. Run it on a machine that does nothing else.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "ratios to DynamicCache; measure peak memory, the cost of each policy per layer, how steps scale, and long "
+        "prompts in pieces. Run it on a machine that does nothing else. In brackets: the default; with --quick.",
     )
     bench.set_defaults(run=run)
     add = bench.add_argument
-    add("--model", default="smollm2", help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id')
-    add("--policies", type=names, default=POLICIES, help="names separated by commas")
-    add("--held", type=numbers, default=[256, 1024], help="decode: tokens in every cache, separated by commas")
-    add("--prefill", type=numbers, default=[1024], help="tokens of the prompts, separated by commas")
-    add("--seen", type=numbers, default=[4096], help="decode after this many tokens, against the full cache")
-    add("--budget", type=positive, default=512, help="tokens per KV head after a prompt and after --seen")
-    add("--steps", type=positive, default=30, help="decode steps of each cache")
-    add("--repeats", type=positive, default=3, help="prompts of each cache")
+    add("--model", help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id [smollm2]')
+    add("--shape", help='a Llama with random weights instead: 1b, 3b, 8b, or "layers=2,hidden=64,heads=4,kv_heads=2"')
     add("--device", help='such as "cpu" or "cuda:0"; left out, CUDA if there is one')
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="of the weights")
-    add("--output", type=Path, default=Path("kvevict-results"), help="folder for bench.json")
-
-
-def numbers(given: str) -> list[int]:
-    """Numbers of tokens separated by commas; none at all leaves the section out."""
-    return [positive(each) for each in given.split(",") if each.strip()]
-
-
-numbers.__name__ = "numbers of tokens"
+    add("--quick", action="store_true", help="small sizes and few repetitions: under a minute, to see that all works")
+    add("--policies", type=names, help=f'"all", or names separated by commas [{",".join(POLICIES)}; three of them]')
+    add("--sections", type=names, help="decode, after, prefill, memory, cost, scaling, bounded, waits, fit [all]")
+    add("--baselines", type=names, help="beside DynamicCache: eager, static, sliding, in-place [all]")
+    add("--kvpress", metavar="PYTHON", help="also measure kvpress's decode presses with this interpreter, which has it")
+    add("--held", type=counts, help="decode: tokens in every cache, separated by commas [256,1024; 256]")
+    add("--seen", type=counts, help="decode after so many tokens, against the full cache [4096; 1024]")
+    add("--prefill", type=counts, help="tokens of the prompts [1024; 256]")
+    add("--budget", type=positive, help="tokens per KV head after a prompt and after --seen [512; 256]")
+    add("--steps", type=positive, help="decode steps of each cache [30; 8]")
+    add("--repeats", type=positive, help="prompts of each cache [3; 2]")
+    add("--cost", type=counts, help="policy cost: tokens held [512; 256]")
+    add("--scale-policies", type=names, help="who takes part in scaling and in the long prompt [h2o]")
+    add("--scale-seen", type=counts, help="tokens seen [1024,2048,4096,8192,16384; 512,1024]")
+    add("--scale-budget", type=counts, help="budgets [64,256,1024,4096; 64,256]")
+    add("--scale-batch", type=counts, help="rows [1,4,16; 1,4]")
+    add("--scale-layers", type=counts, help="layers [4,8,16,32; 2,4]")
+    add("--long", type=positive, help="tokens of a prompt read in pieces, at a budget of one piece [8192; 1024]")
+    add("--chunk", type=positive, help="tokens of a piece [1024; 128]")
+    add("--output", type=Path, default=Path("kvevict-results"), help="folder for bench.json [kvevict-results]")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the file."""
+    """Measures, prints the tables and writes the file."""
     need("bench", "tqdm")
     # imported here: the other commands need none of it
-    from tqdm import tqdm
-
     from kvevict import bench
-    from kvevict.models import check_device, check_installed, load_model
+    from kvevict.policies import POLICIES as KNOWN
     from kvevict.policies import make_policy
     from kvevict.results import check_folder, environment, save_files
 
-    policies = {name: make_policy(name) for name in options.policies}
+    # whatever can be wrong with the command is found before anything slow
+    wanted = options.policies or (QUICK_POLICIES if options.quick else POLICIES)
+    policies = {name: make_policy(name) for name in (KNOWN if wanted == ["all"] else wanted)}
+    settings = settings_of(options, list(policies))
     check_folder(options.output)
-    check_installed(options.model)
+    if settings.kvpress:
+        bench.check_kvpress(settings.kvpress)
+    model, description = model_of(options)
+    report = bench.Report(
+        {
+            "model": description,
+            "device": device_name(model.device),
+            "attention": str(model.config._attn_implementation),
+            "budget": settings.budget,
+            "steps": settings.steps,
+            "repeats": settings.repeats,
+            "chunk": settings.chunk,
+            **environment(),
+        }
+    )
+    measure(model, policies, settings, report)
+    [path] = save_files(options.output, {bench.FILE: report.json().encode()})
+    print(report.text())
+    print("Written:", path)
+
+
+def settings_of(options: argparse.Namespace, policies: list[str]) -> Settings:
+    """The settings that the options ask for."""
+    from kvevict import bench
+    from kvevict.bench.plan import changed
+
+    lists = ("held", "seen", "prefill", "cost", "scale_seen", "scale_budget", "scale_batch", "scale_layers")
+    given: dict[str, Any] = {
+        name: None if (value := getattr(options, name)) is None else tuple(value)
+        for name in (*lists, "sections", "baselines", "scale_policies")
+    }
+    given |= {name: getattr(options, name) for name in ("budget", "steps", "repeats", "long", "chunk", "kvpress")}
+    settings = bench.QUICK if options.quick else bench.DEFAULT
+    if given["scale_policies"] is None and not set(settings.scale_policies or ()) <= set(policies):
+        given["scale_policies"] = tuple(policies[:1])
+    return changed(settings, **given)
+
+
+def model_of(options: argparse.Namespace) -> tuple[Any, str]:
+    """The model and one line that says what it is. Raises OptionError for options that exclude one another."""
+    import torch
+
+    from kvevict.bench import parse_shape, random_model
+    from kvevict.errors import OptionError
+    from kvevict.models import check_device, check_installed, load_model
+
     if options.device:
         check_device(options.device)
-    loaded = load_model(options.model, device=options.device, dtype=options.dtype, notify=say)
-    model = loaded.model.eval()
-    caches = len(policies) + 1
-    rounds = (options.steps + bench.WARM_UP) * (caches * len(options.held) + (caches + 1) * len(options.seen))
-    rounds += (options.repeats + 1) * caches * len(options.prefill)
-    rows: list[bench.Measured] = []
-    with tqdm(total=rounds, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 15) as bar:
-        for held in options.held:
-            rows += bench.decode(model, policies, held, steps=options.steps, progress=bar.update)
-        for seen in options.seen:
-            rows += bench.against_full(model, policies, seen, options.budget, steps=options.steps, progress=bar.update)
-        for tokens in options.prefill:
-            rows += bench.prefill(model, policies, tokens, options.budget, repeats=options.repeats, progress=bar.update)
-    settings = {
-        "model": loaded.description,
-        "device": str(model.device),
-        "budget": options.budget,
-        **environment(),
-    }
-    document = {"settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
-    [path] = save_files(options.output, {"bench.json": (json.dumps(document, indent=1) + "\n").encode()})
-    print(", ".join(f"{name} {value}" for name, value in settings.items()))
-    print(bench.table(rows))
-    print("Written:", path)
+    if options.device == "auto":
+        raise OptionError("device='auto' spreads a model over devices that wait for one another: name one device")
+    if options.shape is None:
+        check_installed(options.model)
+        loaded = load_model(options.model, device=options.device, dtype=options.dtype, notify=say)
+        return loaded.model, loaded.description
+    if options.model is not None or options.kvpress is not None:
+        other = "--model" if options.model is not None else "--kvpress"
+        raise OptionError(f"--shape makes a model that is on no disk: leave out {other}")
+    shape = parse_shape(options.shape)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    if name == "auto":
+        raise OptionError("dtype='auto' is a checkpoint's own, and --shape has none: give float32, bfloat16 or float16")
+    model = random_model(shape, device=device, dtype=getattr(torch, name))
+    return model, f"random Llama {shape}, {name} on {torch.device(device).type}"
+
+
+def device_name(device: Any) -> str:
+    """The device, and what kind of accelerator it is."""
+    import torch
+
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def measure(model: Any, policies: dict[str, Any], settings: Settings, report: Report) -> None:
+    """Runs the jobs under a progress bar that tells the time left."""
+    from tqdm import tqdm
+
+    from kvevict.bench import jobs
+
+    todo = jobs(model, policies, settings, report)
+    with tqdm(
+        total=sum(job.weight for job in todo),
+        bar_format="{l_bar}{bar}| {elapsed} gone, {remaining} left",
+        smoothing=0.05,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+        dynamic_ncols=True,
+    ) as bar:
+        done = 0.0
+        for job in todo:
+            bar.set_description(job.title, refresh=False)
+            done += job.weight
+
+            def progress(share: float, weight: float = job.weight, end: float = done) -> None:
+                bar.update(min(share * weight, end - bar.n))  # sums of shares are not exact
+
+            job.run(progress)
+            bar.update(done - bar.n)  # whatever the job did not tell
