@@ -83,8 +83,7 @@ class SnapKV(Policy):
         if rows.positions.shape[1] == 1 and isinstance(seen, int) and isinstance(prompt, int) and seen > prompt:
             # the usual decode step, made cheap
             if self.scores == "rolling":
-                place = (seen - 1) % self.window
-                votes.select(-1, place).copy_(reduce_group(rows.weights, self.group)[:, :, 0])
+                votes.select(-1, (seen - 1) % self.window).copy_(reduce_group(rows.weights, self.group)[:, :, 0])
             return  # a generated query has no vote on a prompt
         queries = rows.positions  # (B, Q)
         voting = (queries >= 0) & (queries > queries.amax(1, keepdim=True) - self.window)
