@@ -98,7 +98,6 @@ class EvictingCache(Cache):
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
         self._choirs: list[Choir] = []  # layers that decide together while they decode
-        self._maskless = False  # the newest forward's attention modules were given no mask
         self._print: dict[str, Any] | None = None  # of the model, where it was unpickled without one
         # Phi-3 and its kin: generate() drops the cache when the text outgrows this
         self._dropped_beyond: int | None = getattr(model.config, "original_max_position_embeddings", None)
@@ -291,15 +290,15 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
-            # the third frame: the second is `uncompiled`
-            module, unused, self._maskless = host.calling_module(3)
+            module, unused = host.calling_module(3)  # the third frame: the second is `uncompiled`
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
-        if self.free and self._maskless and layer.pending and layer.steady is not None and layer.steady.unmasked:
+        maskless = self.free and layer.steady is not None and host.called_without_mask(3)
+        if maskless and layer.steady is not None and layer.steady.unmasked:
             layer.settle()  # nobody looks at this attention, and it uses no mask: there is nothing to wait for
             return keys, values
-        ticket = observe.Ticket(self, layer, self._maskless)
+        ticket = observe.Ticket(self, layer, maskless)
         if not self.free:
             if not hooked and self._base == "eager":
                 raise WrongModelError("this cache was built for another model: build an EvictingCache for this one")
@@ -469,7 +468,7 @@ class EvictingCache(Cache):
         elif last:
             self._settle_all(layer.crowded)
         if last and self.spec.stacks and isinstance(layer.steady, Alone):
-            self._choirs = gather(self.evicting_layers)
+            self._choirs = [choir for choir in self._choirs if vars(choir)] + gather(self.evicting_layers)
 
     def _settle_all(self, crowded: bool) -> None:
         """Evicts from all layers what their votes decide."""
@@ -483,6 +482,9 @@ class EvictingCache(Cache):
                 rows = choir.choice.held.positions.shape[0] // total.shape[0]
                 choir.evict(-total.repeat(rows, 1)[:, None])
             return
+        for each in layers:
+            if isinstance(each.steady, Member):
+                each.leave_steady()  # some layer decides for itself, so all do
         votes = _votes(layers) if crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))

@@ -211,22 +211,31 @@ def assisted_prompt() -> int | None:
     return None
 
 
-def calling_module(depth: int) -> tuple[nn.Module | None, bool, bool]:
-    """The module whose forward called us, ``depth`` frames up; whether it was told to use no cache, and no mask.
+def called_without_mask(depth: int) -> bool:
+    """Whether the attention module whose forward called us, ``depth`` frames up, was given no mask.
+
+    False where it cannot be told (another name, compiled code).
+    """
+    try:
+        return sys._getframe(depth).f_locals.get("attention_mask", ...) is None
+    except ValueError:
+        return False
+
+
+def calling_module(depth: int) -> tuple[nn.Module | None, bool]:
+    """The module whose forward called us, ``depth`` frames up, and whether it was told not to use a cache.
 
     transformers does not say which module updates a cache, and a cache that serves the wrong model must not
-    go unnoticed. (None, False, False) where it cannot be told (compiled code).
+    go unnoticed. (None, False) where it cannot be told (compiled code).
     """
     if torch.compiler.is_compiling():
-        return None, False, False
+        return None, False
     try:
         local = sys._getframe(depth).f_locals
     except ValueError:
-        return None, False, False
+        return None, False
     caller = local.get("self")
-    if not isinstance(caller, nn.Module):
-        return None, False, False
-    return caller, unused(local), local.get("attention_mask", ...) is None
+    return (caller, unused(local)) if isinstance(caller, nn.Module) else (None, False)
 
 
 def unused(arguments: Mapping[str, Any]) -> bool:

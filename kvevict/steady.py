@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from kvevict import selection
-from kvevict.policies.base import Held, Policy, Rows
+from kvevict.inference import outside_inference_mode
+from kvevict.policies.base import Held, Rows
 from kvevict.statistics import attend
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ class Alone(Steady):
         self.choice.held.seen = layer.seen
         self.choice.book(slot)
         self.marked = True
+        layer.admit()
 
     def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
         for _, weights in blocks:
@@ -399,8 +401,7 @@ def begin(layer: EvictingLayer) -> Steady | None:
     spec, policy = layer.spec, layer.spec.policy
     usual = layer.row_seen is None and layer.tokens is None and not (layer.gaps or layer.dead or layer.record_past)
     ready = layer.free is not None and layer.unmasked and layer.prompt is not None and layer.draft is None
-    plain = spec.rerotation is None and spec.one_by_one and type(policy).admit is Policy.admit
-    if not (usual and ready and plain and isinstance(spec.budget, int)):
+    if not (usual and ready and spec.rerotation is None and spec.one_by_one and isinstance(spec.budget, int)):
         return None
     held = layer.held()
     stay = selection.protected(
@@ -420,6 +421,7 @@ def begin(layer: EvictingLayer) -> Steady | None:
     return Alone(choice, torch.full((1, 1), layer.seen - 1, device=held.positions.device))
 
 
+@outside_inference_mode
 def gather(layers: list[EvictingLayer]) -> list[Choir]:
     """Choirs of those neighbouring layers that stand alone and are alike."""
     choirs: list[Choir] = []
@@ -428,7 +430,7 @@ def gather(layers: list[EvictingLayer]) -> list[Choir]:
         members = list(group)
         for first in range(0, len(members), TOGETHER):
             some = members[first : first + TOGETHER]
-            if alike is None or len(some) == 1:
+            if alike is None:
                 continue
             (B, H, slots), G, device, _ = alike
             if room is None or room.shape[1:] != (B * H, G, slots) or room.device != device:

@@ -18,7 +18,7 @@ POLICY_FILES = [path for path in FILES if path.parts[0] == "policies"]
 
 ORDER = [  # from the bottom up: a module imports from lower lines only
     {"errors"},
-    {"files"},
+    {"files", "inference"},
     {"policies", "selection", "masks"},
     {"host", "statistics", "rope", "drafts", "storage"},
     {"steady"},

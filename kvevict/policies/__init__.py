@@ -64,7 +64,7 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     Raises OptionError for a name or an option that does not exist, saying which do.
 
     >>> make_policy("h2o", recent=32)
-    H2O(sinks=0, recent=32, protect_prompt=None, group='mean')
+    H2O(sinks=0, recent=32, protect_prompt=None, evict_every=1, group='mean')
     """
     if isinstance(policy, Policy):
         if options:
