@@ -42,7 +42,7 @@ KINDS = {
 """How each policy's layers decode; the others' are members of a choir."""
 
 every_policy = pytest.mark.parametrize("name", NAMES)
-together = pytest.mark.parametrize("size", [2, 8], ids=["pairs", "all"])
+together = pytest.mark.parametrize("size", [2, 16], ids=["pairs", "all"])
 
 
 def kinds(cache: EvictingCache) -> list[str]:
