@@ -25,16 +25,19 @@ from kvevict.policies.base import Policy
 
 MEASURE = "growth"
 LAST = 4
+"""Figures are of the last quarter of the steps."""
 
 
 @dataclass
 class Growth:
     """One cache's generation.
 
+    tokens:     generated.
     seconds:    of the prompt, then of each step of one token: time for the forward alone.
     held_bytes: what the cache holds after the prompt, then after each step.
     """
 
+    tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
 
@@ -73,6 +76,8 @@ def growth(
         for step in range(new + 1):
             for name in random.Random(step).sample(list(held), len(held)):
                 seconds, following[name] = _forward(model, held[name], following[name])
+                if step < new:
+                    found[name].tokens.append(int(following[name]))
                 found[name].seconds.append(seconds)
                 found[name].held_bytes.append(cache_bytes(held[name]))
                 if progress is not None:

@@ -132,9 +132,10 @@ def token_map(tokens: Sequence[str], heads: Sequence[int], kv_heads: int, title:
     """
     runs, starts = _laid_out([_printable(token) for token in tokens[: len(heads)]])
     lines = len(starts)
-    size = (1.0 + CHARACTERS * 0.0675 + 0.9, 0.9 + lines * 0.165)
+    tall, wide, room = lines * 0.165, CHARACTERS * 0.0675, max(1.4, lines * 0.165)  # inches
+    size = (1.0 + wide + 0.9, 0.9 + room)
     figure = canvas(size)
-    axes = figure.add_axes((1.0 / size[0], 0.1 / size[1], CHARACTERS * 0.0675 / size[0], lines * 0.165 / size[1]))
+    axes = figure.add_axes((1.0 / size[0], (0.1 + room - tall) / size[1], wide / size[0], tall / size[1]))
     axes.set_xlim(0, CHARACTERS)
     axes.set_ylim(lines, 0)
     shades = matplotlib.colormaps["Blues"]
@@ -151,12 +152,15 @@ def token_map(tokens: Sequence[str], heads: Sequence[int], kv_heads: int, title:
         )
     axes.set_yticks([line + 0.5 for line in range(lines)], [f"{start:,}" if start >= 0 else "" for start in starts])
     axes.set_xticks([])
-    axes.set_ylabel("Position of the line's first token (tokens)" if lines > 14 else "Position (tokens)")
+    if lines > 18:
+        axes.set_ylabel("Position of the line's first token (tokens)")
+    else:
+        axes.set_ylabel("Position (tokens)", loc="top")
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     figure.suptitle(title, x=0.02, y=1 - 0.08 / size[1], ha="left", va="top", fontsize=10)
-    bar = figure.add_axes((1 - 0.7 / size[0], 0.1 / size[1], 0.15 / size[0], lines * 0.165 / size[1]))
-    figure.colorbar(patches, cax=bar, label="Held by (share of KV heads)" if lines > 10 else "Held by\n(share)")
+    bar = figure.add_axes((1 - 0.7 / size[0], 0.1 / size[1], 0.15 / size[0], room / size[1]))
+    figure.colorbar(patches, cax=bar, label="Held by (share of KV heads)" if lines > 12 else "Held by\n(share)")
     return figure
 
 
@@ -167,7 +171,8 @@ def _panels(names: Sequence[str], title: str, height: float) -> tuple[Figure, li
     """A figure with a titled panel for each name, ``height`` inches each."""
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
-    figure = canvas((1.7 + 2.1 * max(columns, 3), 0.9 + height * rows), layout="constrained")
+    size = (1.7 + 2.1 * max(columns, 3), max(4.4, 0.9 + height * rows))  # room for what the colours mean
+    figure = canvas(size, layout="constrained")
     panels = []
     for place, name in enumerate(names):
         axes = figure.add_subplot(rows, columns, place + 1)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from kvevict.plan import FULL_CACHE
 
@@ -43,9 +44,9 @@ MEASURED = {
     "top1_agreement": Measure("Top-1 agreement", "share, higher is better"),
     "match": Measure("Answers found", "share, higher is better"),
     "graded_recall": Measure("Graded recall", "0 without the fact, 1 full cache"),
-    "retained": Measure("Retained attention mass", "share of a query's, higher is better", ".3f"),
+    "retained": Measure("Retained attention mass", "share of all, higher is better", ".3f"),
     "recall": Measure("Heavy-hitter recall", "share of the most attended, higher is better", ".3f"),
-    "missed_per_eviction": Measure("Future missed mass", "queries per evicted token, lower is better", ".3f"),
+    "missed_per_eviction": Measure("Future missed mass", "per evicted token, lower is better", ".3f"),
 }
 """The columns that can be drawn."""
 
@@ -182,35 +183,46 @@ def headroom(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def growth_curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Bytes held and time per step against the tokens generated, one line for each cache, the full one dashed.
+    """Bytes held, time per step, and that time beside the full cache's, against the tokens generated.
 
-    rows: of kvevict growth's results.jsonl. Times are medians of at most ``BINS`` groups of steps; the prompt, which
-        is not a step of one token, counts for the bytes alone.
+    rows: of kvevict growth's results.jsonl, the full cache first; it is dashed. Times are medians of at most ``BINS``
+        groups of steps, and so are the ratios, of steps that were measured one after the other. The prompt, which is
+        not a step of one token, counts for the bytes alone.
     """
-    figure = canvas((8.4, 7.0), "constrained")
-    memory, speed = figure.subplots(2, 1, sharex=True)
+    figure = canvas((8.4, 8.6), "constrained")
+    memory, speed, ratio = figure.subplots(3, 1, sharex=True)
     steps = len(rows[0]["held_bytes"]) - 1
     width = math.ceil(steps / BINS)
+    full = rows[0]["seconds"][1:]
     for number, row in enumerate(rows):
         name = row["policy"] if row["budget"] is None else f"{row['policy']} at {row['budget']}"
-        style = {**curve_style(number - 1), "markevery": max(1, steps // 12)}
+        style = curve_style(number - 1)
         if row["budget"] is None:
             style = {"color": "black", "linestyle": "--", "linewidth": 1.6, "zorder": 5}
-        memory.plot(range(steps + 1), [each / 2**20 for each in row["held_bytes"]], label=name, **style)
-        style.pop("markevery", None)
-        times = [1e3 * each for each in row["seconds"][1:]]
-        groups = [times[start : start + width] for start in range(0, steps, width)]
-        middles = [start + (len(each) + 1) / 2 for start, each in zip(range(0, steps, width), groups, strict=True)]
-        speed.plot(middles, list(map(statistics.median, groups)), label=name, **style)
+        held = [each / 2**20 for each in row["held_bytes"]]
+        memory.plot(range(steps + 1), held, label=name, **style, markevery=max(1, steps // 12))
+        seconds = row["seconds"][1:]
+        speed.plot(*_medians([1e3 * each for each in seconds], width), label=name, **style)
+        ratio.plot(*_medians([one / other for one, other in zip(seconds, full, strict=True)], width), **style)
     memory.set_title(title_of(rows[-1]), fontsize=10, loc="left")
     memory.set_ylabel("Memory held (MiB)")
-    speed.set_ylabel(f"Time of a step (ms, median of {width})" if width > 1 else "Time of a step (ms)")
-    speed.set_xlabel(f"Tokens generated (after a prompt of {rows[0]['prompt']})")
+    speed.set_ylabel("Time of a step (ms)")
+    ratio.set_ylabel("Time of a step (ratio to full)")
+    every = f"; times are medians of {width} steps" if width > 1 else ""
+    ratio.set_xlabel(f"Tokens generated (after a prompt of {rows[0]['prompt']}{every})")
     for axes in (memory, speed):
         axes.set_ylim(bottom=0)
+    for axes in (memory, speed, ratio):
         axes.spines[["top", "right"]].set_visible(False)
     legend(memory)
     return figure
+
+
+def _medians(values: Sequence[float], width: int) -> tuple[list[float], list[float]]:
+    """The middles of groups of ``width`` steps, counted from 1, and the medians in them."""
+    groups = [values[start : start + width] for start in range(0, len(values), width)]
+    middles = [place * width + (len(each) + 1) / 2 for place, each in enumerate(groups)]
+    return middles, list(map(statistics.median, groups))
 
 
 def picture(figure: Figure, kind: str = "png") -> bytes:
@@ -269,6 +281,9 @@ def _scale(axes: Axes, values: Iterable[float]) -> bool:
     if not finite or min(finite) <= 0 or max(finite) <= LOG_FROM * min(finite):
         return False
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     return True
 
 
