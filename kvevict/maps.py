@@ -133,7 +133,7 @@ def token_map(tokens: Sequence[str], heads: Sequence[int], kv_heads: int, title:
     runs, starts = _laid_out([_printable(token) for token in tokens[: len(heads)]])
     lines = len(starts)
     tall, wide, room = lines * 0.165, CHARACTERS * 0.0675, max(1.4, lines * 0.165)  # inches
-    size = (1.0 + wide + 0.9, 0.9 + room)
+    size = (1.0 + wide + 1.15, 0.9 + room)
     figure = canvas(size)
     axes = figure.add_axes((1.0 / size[0], (0.1 + room - tall) / size[1], wide / size[0], tall / size[1]))
     axes.set_xlim(0, CHARACTERS)
@@ -159,7 +159,7 @@ def token_map(tokens: Sequence[str], heads: Sequence[int], kv_heads: int, title:
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     figure.suptitle(title, x=0.02, y=1 - 0.08 / size[1], ha="left", va="top", fontsize=10)
-    bar = figure.add_axes((1 - 0.7 / size[0], 0.1 / size[1], 0.15 / size[0], room / size[1]))
+    bar = figure.add_axes((1 - 0.95 / size[0], 0.1 / size[1], 0.15 / size[0], room / size[1]))
     figure.colorbar(patches, cax=bar, label="Held by (share of KV heads)" if lines > 12 else "Held by\n(share)")
     return figure
 

@@ -221,6 +221,14 @@ def test_what_cannot_be_is_refused(trace, options, said):
         diagnose(trace, **{"policies": ["tova"], "budgets": [BUDGET], **options})
 
 
+def test_folders_may_be_plain_strings(tmp_path, result):
+    capture(tiny(), text(1, 12)[0], str(tmp_path / "trace"), block=16)
+    assert captured_trace(str(tmp_path / "trace")).length == 12
+    result.save(str(tmp_path / "out"))
+    kept = read_kept(tmp_path / "out")
+    assert all(torch.equal(kept[cell], left) for cell, left in result.kept.items()) and len(kept) == len(CELLS)
+
+
 def test_traces_of_several_texts_are_refused():
     with pytest.raises(OptionError, match="2 runs side by side"):
         diagnose(decode_trace(64, (1, 2)), ["tova"], [16])

@@ -68,7 +68,7 @@ def evicting_layers(model: PreTrainedModel) -> list[int]:
 def capture(
     model: PreTrainedModel,
     ids: Tensor,
-    folder: Path,
+    folder: str | Path,
     *,
     source: str = "",
     block: int = BLOCK,
@@ -85,7 +85,7 @@ def capture(
     A folder with the beginning of the same capture is continued. The model runs eager attention meanwhile, and is
     put back. Raises TraceError for a folder that holds something else, and OutputError.
     """
-    shape = plan(model, ids, block)
+    shape, folder = plan(model, ids, block), Path(folder).expanduser()
     header = {
         "format": FORMAT,
         "version": VERSION,

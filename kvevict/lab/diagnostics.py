@@ -85,7 +85,7 @@ class Diagnosis:
                 lines.append(f"- {row['policy']} at {row['budget']}: {said}")
         return "\n".join([*lines, "", *(f"- {note}" for note in self._notes())]) + "\n"
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: str | Path) -> list[Path]:
         """Writes results.jsonl, results.md, heads.jsonl, held.jsonl, kept.npz and tokens.json; returns their paths.
 
         Each file is written whole or not at all. Raises OutputError.
@@ -98,7 +98,7 @@ class Diagnosis:
             "results.md": self.markdown().encode(),
             "results.jsonl": "".join(map(json_line, self.rows)).encode(),  # last: with it, results are there
         }
-        return save_files(folder, contents)
+        return save_files(Path(folder).expanduser(), contents)
 
     def _title(self) -> str:
         first = self.rows[0]
