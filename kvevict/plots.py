@@ -174,7 +174,7 @@ def headroom(rows: Sequence[Mapping[str, Any]]) -> Figure:
         value = whole if name == FULL_CACHE else bounds[name]
         axes.axvline(value, color=colour, linestyle=dash, linewidth=1.6, label=f"{name}: {value:.3f}", zorder=0)
     least = min([*bounds.values(), *(row["retained"] for row in policies)])
-    axes.set_xlim(least - 0.35 * (whole - least), whole + 0.02 * (whole - least))  # room for what is written
+    axes.set_xlim(least - 0.45 * (whole - least), whole + 0.02 * (whole - least))  # room for what is written
     axes.set_yticks(range(len(policies)), [row["policy"] for row in policies])
     axes.set_xlabel(_label(MEASURED["retained"]))
     axes.set_ylabel("Policy (the best on top)")
