@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import statistics
 import time
@@ -131,7 +132,9 @@ def growth_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[lis
 
 def _forward(model: PreTrainedModel, cache: Cache, ids: Tensor) -> tuple[float, Tensor]:
     """Seconds, and the next token (1, 1)."""
-    arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
+    arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1  # as generate() does
     _wait(ids)
     begin = time.perf_counter()
     logits = model(ids, **arguments).logits

@@ -26,9 +26,8 @@ def add(commands: Commands) -> None:
     add_text(growth)
     growth.add_argument("--prompt", type=positive, default=32, help="tokens of the text to begin with")
     growth.add_argument("--new", type=positive, default=512, help="tokens to generate")
-    add_caches(growth)
+    add_caches(growth, POLICIES)
     add_output(growth, "kvevict-results/growth")
-    growth.set_defaults(policies=POLICIES)
 
 
 def run(options: argparse.Namespace) -> None:
