@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvevict.kept import HEADS, HELD, read_kept, read_tokens
 from kvevict.results import read_parts, read_rows
 
 if TYPE_CHECKING:
@@ -19,39 +20,90 @@ VALUES = {
     "perplexity": ("perplexity", "perplexity_after_budget"),
     "fidelity": ("kl", "top1_agreement"),
     "needle": ("match", "graded_recall"),
+    "diagnostics": ("retained", "recall", "missed_per_eviction"),
 }
 
 
 def figures_of(folder: Path) -> Iterator[tuple[str, Figure]]:
     """A name for the file, and the figure, for everything that can be drawn from the results in ``folder``.
 
-    For each model, text, protocol and protection: the measures against the budget, or as bars at a
-    single one; for one cache that reads the text
-    from its start, the loss by position at each budget; for needles, a map for each cache. Raises OutputError if
-    there are no results.
+    For each model, text, protocol and protection: the measures against the budget, or as bars at a single one; for one
+    cache that reads the text from its start, the loss by position at each budget; for needles, a map for each cache;
+    for diagnostics, what is kept by head, age, token and step, and policies beside the oracle; for a recorded
+    generation, memory and speed. Raises OutputError if there are no results.
     """
-    from kvevict.plots import by_budget, loss_by_position, needle_map
-
     for number, rows in enumerate(_groups(read_rows(folder))):
-        measure = rows[0]["measure"]
-        prefix = f"{number + 1}-"
-        budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] is not None))
-        for value in VALUES[measure] if budgets else ():
-            name = f"{prefix}{value.replace('_', '-')}"
-            if len(budgets) > 1:
-                yield f"{name}-by-budget", by_budget(rows, value)
-            else:
-                yield f"{name}-budget-{budgets[0]}", _bars(rows, value)
-        if measure == "needle":
-            for row in rows:
-                for value in VALUES[measure]:
-                    yield f"{prefix}{_slug(row)}-{value.replace('_', '-')}-map", needle_map(row, value)
-        elif "streaming" in rows[0]["protocol"]:
-            for budget in budgets:
-                shown = [row for row in rows if row["budget"] in (None, budget)]
-                curves = {_label(row): [part["nats"] for part in read_parts(folder, row)] for row in shown}
-                title = f"{rows[0]['model']} on {rows[0]['text']}\n{rows[0]['protocol']}, budget {budget}"
-                yield f"{prefix}loss-by-position-budget-{budget}", loss_by_position(curves, budget, title)
+        for name, figure in _figures(folder, rows):
+            yield f"{number + 1}-{name}", figure
+
+
+def _figures(folder: Path, rows: list[Row]) -> Iterator[tuple[str, Figure]]:
+    from kvevict.plots import growth_curves
+
+    measure = rows[0]["measure"]
+    if measure == "growth":
+        yield "memory-and-speed", growth_curves(rows)
+        return
+    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] is not None))
+    yield from _against_budgets(rows, budgets)
+    if measure == "needle":
+        yield from _needles(rows)
+    elif measure == "diagnostics":
+        for budget in budgets:
+            yield from _diagnostics(folder, rows, budget)
+    elif "streaming" in rows[0]["protocol"]:
+        yield from _losses(folder, rows, budgets)
+
+
+def _against_budgets(rows: list[Row], budgets: list[Any]) -> Iterator[tuple[str, Figure]]:
+    from kvevict.plots import by_budget
+
+    for value in VALUES[rows[0]["measure"]] if budgets else ():
+        name = value.replace("_", "-")
+        if len(budgets) > 1:
+            yield f"{name}-by-budget", by_budget([row for row in rows if row["budget"] is None or value in row], value)
+        elif rows[0]["measure"] != "diagnostics":  # which shows the same beside the oracle
+            yield f"{name}-budget-{budgets[0]}", _bars(rows, value)
+
+
+def _needles(rows: list[Row]) -> Iterator[tuple[str, Figure]]:
+    from kvevict.plots import needle_map
+
+    for row in rows:
+        for value in VALUES["needle"]:
+            yield f"{_slug(row)}-{value.replace('_', '-')}-map", needle_map(row, value)
+
+
+def _losses(folder: Path, rows: list[Row], budgets: list[Any]) -> Iterator[tuple[str, Figure]]:
+    from kvevict.plots import loss_by_position
+
+    for budget in budgets:
+        shown = [row for row in rows if row["budget"] in (None, budget)]
+        curves = {_label(row): [part["nats"] for part in read_parts(folder, row)] for row in shown}
+        title = f"{rows[0]['model']} on {rows[0]['text']}\n{rows[0]['protocol']}, budget {budget}"
+        yield f"loss-by-position-budget-{budget}", loss_by_position(curves, budget, title)
+
+
+def _diagnostics(folder: Path, rows: list[Row], budget: int) -> Iterator[tuple[str, Figure]]:
+    from kvevict.maps import raster, retained_by_head, survival_by_age, token_map
+    from kvevict.plots import headroom, title_of
+
+    shown = [row for row in rows if row["budget"] in (None, budget)]
+    title = f"{title_of(shown[-1])}\nbudget {budget}"
+    end = f"budget-{budget}"
+    yield f"policies-and-oracle-{end}", headroom(shown)
+    heads = [row for row in read_rows(folder, HEADS) if row["budget"] == budget and row["policy"] != "ceiling"]
+    for value in ("retained", "recall"):
+        yield f"{value}-by-layer-and-head-{end}", retained_by_head(heads, title, value)
+    kept = {name: left for (name, at), left in read_kept(folder).items() if at == budget}
+    yield f"survival-by-age-{end}", survival_by_age(kept, budget, title)
+    yield f"kept-positions-{end}", raster(kept, title)
+    tokens = read_tokens(folder)
+    for row in read_rows(folder, HELD) if tokens else ():
+        if row["budget"] == budget:
+            name = f"tokens-held-{_slug(row)}-after-{row['seen']}"
+            said = f"{row['policy']}, budget {budget}, after {row['seen']:,} tokens\n{title_of(row)}"
+            yield name, token_map(tokens, row["heads"], row["kv_heads"], said)
 
 
 def _groups(rows: list[Row]) -> list[list[Row]]:
@@ -60,7 +112,7 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         seed = row["seed"] if row["measure"] == "needle" else None  # another seed's needles are others
-        groups.setdefault((*(row[name] for name in names), seed), []).append(row)
+        groups.setdefault((*(row.get(name) for name in names), seed), []).append(row)
     split = []
     for group in groups.values():
         full = [row for row in group if row["budget"] is None]

@@ -77,17 +77,17 @@ def json_line(value: Any) -> str:
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of results.jsonl. Raises OutputError if there is none that can be read."""
+def read_rows(folder: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
+    """The rows of a file of results. Raises OutputError if there is none that can be read."""
     try:
-        rows = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
+        rows = [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
     except OSError as error:
         raise OutputError(
-            f"no results in {str(folder)!r} ({error.strerror}): give the folder that a finished kvevict perplexity, "
-            "fidelity, needle or sweep wrote"
+            f"no {name} in {str(folder)!r} ({error.strerror}): give the folder that a finished kvevict perplexity, "
+            "fidelity, needle, sweep, diagnose or growth wrote"
         ) from error
     except ValueError as error:
-        raise OutputError(f"results.jsonl in {str(folder)!r} is damaged: {error}") from error
+        raise OutputError(f"{name} in {str(folder)!r} is damaged: {error}") from error
     return rows
 
 

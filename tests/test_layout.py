@@ -25,11 +25,12 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"layer"},
     {"observe"},
     {"cache"},
-    {"models", "testing", "protocols", "bootstrap", "results"},
+    {"models", "testing", "protocols", "bootstrap", "results", "kept"},
     {"text", "evaluation", "needles"},
     {"bench", "compare", "fidelity", "plan"},
-    {"retrieval", "metrics", "harness"},
+    {"retrieval", "metrics", "harness", "growth"},
     {"plots"},
+    {"maps"},
     {"pieces", "tables", "figures"},
     {"sweep"},
     {"lab"},
@@ -39,8 +40,9 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
 ]
 HOST = {"host", "cache", "layer", "observe", "testing", "rope", "storage"}
 MEASURING = {
-    "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "harness", "lab", "metrics",
-    "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
+    "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "growth", "harness", "kept",
+    "lab", "maps", "metrics", "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval",
+    "sweep", "tables", "text",
 }  # fmt: skip  # names, many to a line
 EXTRAS = {"datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
 

@@ -6,6 +6,7 @@ A new command is one file and one name in ``COMMANDS``.
 from __future__ import annotations
 
 COMMANDS = (
-    "policies", "compare", "perplexity", "fidelity", "needle", "sweep", "plot", "simulate", "capture", "bench",
-)  # fmt: skip  # one line of names
+    "policies", "compare", "perplexity", "fidelity", "needle", "sweep", "diagnose", "growth", "plot",
+    "simulate", "capture", "bench",
+)  # fmt: skip  # names, many to a line
 """Modules of this package, in the order of ``kvevict --help``."""

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
 
     from kvevict.cache import human_bytes
     from kvevict.lab.capture import capture, plan
-    from kvevict.models import check_device, check_installed, load_model
+    from kvevict.models import check_device, check_installed, load_model, revision
     from kvevict.text import load_text
 
     check_installed(options.model)
@@ -59,7 +59,12 @@ def run(options: argparse.Namespace) -> None:
         f"{loaded.description}; {text.name}, {len(ids)} tokens; {shape.layers} layers of {shape.heads * shape.group} "
         f"heads: {human_bytes(shape.nbytes)} before compression, in {shape.blocks} files in {folder}"
     )
-    about = {"model": loaded.description, "text": text.name, "text_sha256": text.sha256}
+    about = {
+        "model": loaded.description,
+        "revision": revision(options.model, loaded.model),
+        "text": text.name,
+        "text_sha256": text.sha256,
+    }
     with progress_bar(len(ids), "tokens") as progress:
         done = capture(
             loaded.model, ids, folder, source=options.model, block=options.block, about=about, progress=progress

@@ -57,9 +57,13 @@ def add_documents(parser: argparse.ArgumentParser, tokens: int | None) -> None:
     parser.add_argument("--tokens", type=positive, default=tokens, help="how many tokens of each document to read")
 
 
-def add_caches(parser: argparse.ArgumentParser) -> None:
-    """--policies, --budget, --protect, --seed and --output, for commands that take several budgets."""
-    parser.add_argument("--policies", type=names, help="names separated by commas; all of them if left out")
+def add_caches(parser: argparse.ArgumentParser, policies: list[str] | None = None) -> None:
+    """--policies, --budget, --protect and --seed, for commands that take several budgets.
+
+    policies: those that are measured if none are named; None is all.
+    """
+    left_out = "; all of them if left out" if policies is None else ""
+    parser.add_argument("--policies", type=names, default=policies, help=f"names separated by commas{left_out}")
     parser.add_argument(
         "--budget",
         type=budgets,

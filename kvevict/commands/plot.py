@@ -17,10 +17,11 @@ def add(commands: Commands) -> None:
         commands,
         "plot",
         "draw the results of a finished command",
-        "Draw everything that a folder of results gives: measures against the budget, loss by position, needle maps.",
+        "Draw everything that a folder of results gives: measures against the budget, loss by position, needle maps; "
+        "what is kept by head, age, token and step, and policies beside the oracle; memory and speed.",
     )
     plot.set_defaults(run=run)
-    plot.add_argument("results", type=Path, help="the folder that perplexity, fidelity, needle or sweep wrote")
+    plot.add_argument("results", type=Path, help="the folder that another command wrote")
     plot.add_argument("--format", type=names, default="png", help="png, svg, or both separated by a comma")
     plot.add_argument("--output", type=Path, help="folder for the pictures; left out, figures/ in the results")
 

@@ -58,11 +58,17 @@ def plan(model: PreTrainedModel, ids: Tensor, block: int = BLOCK) -> Shape:
     return Shape(len(ids), layers, kv_heads, heads // kv_heads, head_dim, block)
 
 
+def evicting_layers(model: PreTrainedModel) -> list[int]:
+    """The model's layers that are captured, by their numbers in the model: those with full attention."""
+    layers = DynamicCache(config=host.decoder_config(model)).layers
+    return [index for index, layer in enumerate(layers) if host.is_full_attention(layer)]
+
+
 @torch.no_grad()
 def capture(
     model: PreTrainedModel,
     ids: Tensor,
-    folder: Path,
+    folder: str | Path,
     *,
     source: str = "",
     block: int = BLOCK,
@@ -79,7 +85,7 @@ def capture(
     A folder with the beginning of the same capture is continued. The model runs eager attention meanwhile, and is
     put back. Raises TraceError for a folder that holds something else, and OutputError.
     """
-    shape = plan(model, ids, block)
+    shape, folder = plan(model, ids, block), Path(folder).expanduser()
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -90,11 +96,13 @@ def capture(
     }
     done = _begin(folder, header, shape)
     worst = 0.0
+    if done == shape.blocks and progress is not None:
+        progress(shape.tokens)
     ids = ids.to(model.device)
     with _recorded(model) as rows:
         cache = DynamicCache(config=host.decoder_config(model))
-        evicting = [i for i, layer in enumerate(cache.layers) if host.is_full_attention(layer)]
-        for index in range(shape.blocks):
+        evicting = evicting_layers(model)
+        for index in range(shape.blocks if done < shape.blocks else 0):  # all of them, to have the keys of the first
             start, stop = shape.span(index)
             rows.clear()
             _forward(model, ids[None, start:stop], cache)
@@ -118,7 +126,8 @@ def _begin(folder: Path, header: dict[str, Any], shape: Shape) -> int:
     if folder.is_dir() and any(folder.iterdir()):
         there = read_header(folder)
         same = there.shape == shape and there.ids == header["ids"] and there.model == header["model"]
-        if not same or there.about.get("model") != header["about"]["model"]:
+        about = [(there.about.get(name), header["about"].get(name)) for name in ("model", "revision")]
+        if not same or any(None not in pair and pair[0] != pair[1] for pair in about):
             raise TraceError(
                 f"{str(folder)!r} holds another capture ({there.about.get('model')}, {there.about.get('text')}, "
                 f"{there.shape.tokens} tokens, {there.shape.block} per block): give another folder"

@@ -64,11 +64,12 @@ def finished_blocks(folder: Path, shape: Shape) -> int:
     return shape.blocks
 
 
-def captured_trace(folder: Path, length: int | None = None) -> Trace:
+def captured_trace(folder: str | Path, length: int | None = None) -> Trace:
     """The trace in a folder of ``kvevict capture``, or its first ``length`` tokens.
 
     An interrupted capture is read as far as it goes, and ``about["notice"]`` says so. Raises TraceError.
     """
+    folder = Path(folder).expanduser()
     header = read_header(folder)
     shape = header.shape
     blocks = finished_blocks(folder, shape)

@@ -48,8 +48,10 @@ class Lane:
     log: (layer, KV head) to write down, of the first run.
     renormalize: shows the policy rows that sum to one over the held tokens, as inside a model, where softmax sees no
         others. Else rows are the full attention's own numbers, and their sum is the retained mass.
+    history: keeps ``left``.
 
     retained, hits: (B, H, G), summed over the steps.
+    left: (B, H, length) int32, how many tokens had been seen when a token left; 0 for those still held. Or None.
     Raises OptionError for a budget that cannot hold what the policy protects, and PolicyError.
     """
 
@@ -61,6 +63,7 @@ class Lane:
         *,
         log: tuple[int, int] | None = None,
         renormalize: bool = False,
+        history: bool = False,
     ) -> None:
         self.policy, self.trace, self.budgets, self.renormalize = policy, trace, list(budgets), renormalize
         self.rows = trace.layers * trace.runs * len(self.budgets)
@@ -82,6 +85,7 @@ class Lane:
         self.is_held = torch.zeros(*shape[:2], trace.length + 1, dtype=torch.bool)  # place 0 is for empty slots
         self.retained = torch.zeros(self.rows, trace.heads, trace.group, dtype=torch.float64)
         self.hits = torch.zeros(self.rows, trace.heads, trace.group, dtype=torch.int64)
+        self._left = torch.zeros(self.is_held.shape, dtype=torch.int32) if history else None  # place 0 is for nobody
         self._log_at = log
         self.logs = [Log() for _ in budgets] if log else []
         self._one_by_one = policy.one_by_one
@@ -101,6 +105,11 @@ class Lane:
             if not self.trace.own:
                 self._admit(query, *own)
             self._evict(query + 1)
+
+    @property
+    def left(self) -> Tensor | None:
+        """When each token left; see above."""
+        return None if self._left is None else self._left[..., 1:]
 
     # -- budgets ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +216,8 @@ class Lane:
             many = not self._one_by_one or seen - 1 in self.budgets
             gone = self._free_many(scores, protection) if many else self._free_one(scores, protection, seen)
             self.is_held.scatter_(2, gone + 1, False)
+            if self._left is not None:
+                self._left.scatter_(2, gone + 1, seen)
         for log, (at, head) in self._logged():
             log.evicted.append([] if gone is None else [each for each in gone[at, head].tolist() if each >= 0])
 

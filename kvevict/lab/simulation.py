@@ -17,6 +17,7 @@ from kvevict.errors import OptionError
 from kvevict.lab.bounds import Ceiling, Clairvoyant
 from kvevict.lab.catalogue import CATALOGUE, PUBLISHED_RECALL, PUBLISHED_RETAINED
 from kvevict.lab.harness import HEAVY, Lane, Log, prepared, reads_keys
+from kvevict.lab.history import History, Watch
 from kvevict.lab.traces import CATALOGUE_SOURCE, PUBLISHED_SEED, Trace
 from kvevict.policies import POLICIES, Random, make_policy
 from kvevict.policies.base import Policy
@@ -46,7 +47,7 @@ class Row:
     retained, recall: means over runs, layers and query heads.
     by_run:   (retained, recall) of each run.
     by_layer: (retained, recall) of each layer, means over runs and query heads.
-    by_head:  retained of each layer and query head, mean over runs.
+    by_head, recall_by_head: retained and recall of each layer and query head, means over runs.
     perplexity: from inside the model that a trace was captured from, if it was measured.
     """
 
@@ -58,6 +59,7 @@ class Row:
     by_run: list[tuple[float, float]]
     by_layer: list[tuple[float, float]]
     by_head: list[list[float]]
+    recall_by_head: list[list[float]]
     perplexity: float | None = None
 
     @property
@@ -78,6 +80,7 @@ class Simulation:
     rows:     policy by policy, each at all budgets.
     left_out: policies that cannot run here, and why.
     logs:     by (name, budget): what happened to the KV head that was asked for, else empty.
+    history:  when every token left and what it would still have received, if it was asked for.
     """
 
     settings: dict[str, Any]
@@ -85,6 +88,7 @@ class Simulation:
     left_out: dict[str, str]
     notes: list[str]
     logs: dict[tuple[str, int], Log]
+    history: History | None = None
 
     @property
     def names(self) -> list[str]:
@@ -155,6 +159,7 @@ def simulate(
     bounds: bool = True,
     log: tuple[int, int] | None = None,
     renormalize: bool = False,
+    history: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Simulation:
     """Steps policies over ``trace`` under every budget, token by token.
@@ -166,6 +171,7 @@ def simulate(
     bounds:   adds the rows "ceiling", "oracle" and "random"; see ``kvevict.lab.bounds``.
     log:      (layer, KV head) whose evictions to write down step by step, of the first run.
     renormalize: shows policies rows that sum to one over the held tokens, as inside a model; see ``Lane``.
+    history:  keeps when every token left; see ``kvevict.lab.history``.
     progress: called with the number of steps done since its last call, all policies counted.
 
     >>> from kvevict.lab.traces import decode_trace
@@ -184,10 +190,11 @@ def simulate(
         chosen |= {ORACLE: Clairvoyant.of(trace), RANDOM: chosen.get(RANDOM, Random())}
     lanes = {
         # the oracle reckons with the trace's own numbers
-        name: Lane(policy, trace, budgets, log=log, renormalize=renormalize and name != ORACLE)
+        name: Lane(policy, trace, budgets, log=log, renormalize=renormalize and name != ORACLE, history=history)
         for name, policy in chosen.items()
     }
     ceiling = Ceiling(trace, budgets) if bounds else None
+    watch = Watch(trace, lanes) if history else None
     possible = torch.zeros((), dtype=torch.int64)
     for block in trace.blocks():
         weights, heavy = prepared(block, trace)
@@ -199,6 +206,8 @@ def simulate(
             lane.run(block, weights, heavy)
             if progress is not None:
                 progress(weights.shape[3])
+        if watch is not None:
+            watch.run(block)
     rows = [row for name, lane in lanes.items() for row in _rows(name, repr(lane.policy), lane, int(possible))]
     if ceiling is not None:
         rows += _rows(CEILING, "the best tokens of each query, evicted ones included", ceiling, int(possible))
@@ -211,7 +220,7 @@ def simulate(
     }
     notes = [MEASURES, *([BOUNDS_NOTE] if bounds else [])]
     logs = {(name, b): each for name, lane in lanes.items() for b, each in zip(budgets, lane.logs, strict=False)}
-    result = Simulation(settings, rows, left_out, notes, logs)
+    result = Simulation(settings, rows, left_out, notes, logs, None if watch is None else watch.history())
     published = _published(result, chosen)
     if published:
         result.notes.append(published)
@@ -318,6 +327,7 @@ def _rows(name: str, policy: str, lane: Lane | Ceiling, possible: int) -> list[R
                 by_run=list(zip(mine.mean((0, 2)).tolist(), hits.mean((0, 2)).tolist(), strict=True)),
                 by_layer=list(zip(mine.mean((1, 2)).tolist(), hits.mean((1, 2)).tolist(), strict=True)),
                 by_head=mine.mean(1).tolist(),
+                recall_by_head=hits.mean(1).tolist(),
             )
         )
     return rows
