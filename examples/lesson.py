@@ -69,16 +69,14 @@ def difference(runs: Runs, first: str, second: str) -> Interval:
 
 
 def table(runs: Runs) -> str:
-    """Perplexity, bytes and time of each cache."""
-    full = runs[FULL]
-    lines = [f"{'cache':16}{'perplexity':>11}{'held':>11}{'time':>8}  loss beyond the full cache's, nats per token"]
+    """Perplexity and bytes of each cache, and how much more it loses than the full one."""
+    lines = [f"{'cache':16}{'perplexity':>11}{'held':>11}  loss beyond the full cache's, nats per token"]
     for title, results in runs.items():
         size = f"{results[0].held_bytes / 2**20:.2f} MiB"
-        slower = sum(result.seconds for result in results) / sum(result.seconds for result in full)
         gap = difference(runs, title, FULL)
         verdict = "" if title == FULL else f"  {gap.difference:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
         verdict += " a tie" if title != FULL and gap.tie else ""
-        lines.append(f"{title:16}{total(results):11.2f}{size:>11}{slower:7.2f}x{verdict}")
+        lines.append(f"{title:16}{total(results):11.2f}{size:>11}{verdict}")
     return "\n".join([*lines, f"(intervals: paired bootstrap over {gap.units})"])
 
 
@@ -134,16 +132,22 @@ def chart(systems: Mapping[str, Runs], budget: int) -> Figure:
     for axes, (title, runs) in zip(figure.subplots(1, len(systems)), systems.items(), strict=True):
         heights = [total(results) for results in runs.values()]
         bars = axes.bar(range(len(runs)), heights, color="0.85", edgecolor="black", zorder=2)
+        axes.axhline(heights[0], color="black", linestyle="--", linewidth=1, zorder=3)
         for bar, name, height in zip(bars, runs, heights, strict=True):
             bar.set_hatch(HATCHES[name])
-            axes.text(bar.get_x() + bar.get_width() / 2, height, f"{height:.2f}", ha="center", va="bottom")
-        axes.axhline(heights[0], color="black", linestyle="--", linewidth=1, zorder=3)
+            axes.annotate(
+                f"{height:.2f}",
+                (bar.get_x() + bar.get_width() / 2, height),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+            )
         axes.set_ylim(0, 1.12 * max(heights))
-        axes.set_xticks(range(len(runs)), list(runs))
+        axes.set_xticks(range(len(runs)), [name.replace(" ", "\n") for name in runs])
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel("Perplexity (lower is better)")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"What {budget} cached tokens per head cost; dashed: the full cache", x=0.01, ha="left")
+    figure.suptitle(f"Caches of {budget} tokens per head and layer; dashed: the full cache", x=0.01, ha="left")
     return figure
 
 
@@ -191,7 +195,7 @@ texts, or other random weights, rank them differently."""
 What this can show: what forgetting costs this model on this text. Evicting the first tokens takes away where the
 heads put the attention that they have no use for; sinks give it back for {SINKS} slots. H2O looks for the tokens that
 are attended to, wherever they are, and has to see the attention for that: kvevict computes its rows beside the fused
-kernel, which never writes them down. That is in its time.
+kernel, which never writes them down. `kvevict bench` says what that costs.
 
 What it cannot show: other models, other texts, longer ones, or whether an answer is still found. `kvevict compare`
 takes another model, `kvevict sweep` many budgets and texts, `kvevict needle` asks for facts."""

@@ -80,7 +80,7 @@ def test_attention_of_random_weights_is_spread_nearly_evenly(lesson):
 def test_the_chart_shows_the_printed_numbers(lesson, toy):
     figure = lesson["chart"]({"one": toy, "two": toy}, BUDGET)
     for axes in figure.axes:
-        assert [label.get_text() for label in axes.get_xticklabels()] == list(toy)
+        assert [label.get_text().replace("\n", " ") for label in axes.get_xticklabels()] == list(toy)
         assert [bar.get_height() for bar in axes.patches] == [lesson["total"](results) for results in toy.values()]
         assert axes.get_ylabel() == "Perplexity (lower is better)"
     printed = lesson["table"](toy)
