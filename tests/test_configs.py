@@ -32,7 +32,7 @@ def articles(tmp_path: Path) -> Path:
 
 
 def test_there_is_a_config_for_each_policy_and_for_each_kind_of_study():
-    assert {path.stem for path in CONFIGS} == {*POLICIES, "wikitext", "pg19", "needle", "quick"}
+    assert {path.stem for path in CONFIGS} == {*POLICIES, "wikitext", "pg19", "needle", "quick", "table"}
     for name in POLICIES:
         choices = load_plan(next(path for path in CONFIGS if path.stem == name)).policies
         assert choices[0].name == name

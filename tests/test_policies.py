@@ -569,6 +569,21 @@ def test_adaptive_ema_follows_its_formula(rebuild, blocks):
     torch.testing.assert_close(scores[0, 0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=NOISE)
 
 
+@pytest.mark.parametrize("rebuild", [0, 0.25, 0.625])
+def test_adaptive_ema_steps_the_rows_of_a_batch_as_it_steps_each_alone(rebuild):
+    policy = AdaptiveEMA(rebuild=rebuild)
+    weights = torch.stack([attention(12, seed=row) for row in range(3)])  # (B, H, G, Q, L)
+    together = hold(policy, [[list(range(12))] * 2] * 3)
+    for q in range(12):
+        together.seen = q + 1
+        policy.observe(together.first(q + 1), Rows(weights[..., q : q + 1, : q + 1], torch.full((3, 1), q)))
+    for row in range(3):
+        alone = hold(policy, [[list(range(12))] * 2])
+        policy.observe(alone, Rows(weights[row : row + 1], torch.arange(12)[None]))
+        for name in policy.columns(8):
+            torch.testing.assert_close(together[name][row : row + 1], alone[name], rtol=0, atol=NOISE)
+
+
 def test_adaptive_ema_forgets_focused_attention_faster():
     policy = AdaptiveEMA(rebuild=0)
     learned = {}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,48 +71,73 @@ class AdaptiveEMA(Policy):
     def observe(self, held: Held, rows: Rows) -> None:
         heads = rows.weights.flatten(1, 2)  # (B, heads, Q, L)
         mean = heads.mean(1)  # (B, Q, L)
-        attention = 0.6 * heads.amax(1) + 0.4 * mean  # (B, Q, L)
+        attention = torch.lerp(mean, heads.amax(1), 0.6)  # (B, Q, L), 0.6 * max + 0.4 * mean
+        queries = rows.positions  # (B, Q)
+        if queries.is_cpu and _newest_alone(held, queries):
+            self._observe_newest(held, mean, attention)
+            return
         visible = rows.visible(held)[:, 0].to(mean.dtype)  # (B, Q), the same in all heads
         seen = mean > visible.reciprocal().unsqueeze(-1)  # (B, Q, L)
 
-        share = mean / mean.sum(-1, keepdim=True).clamp_min(torch.finfo(mean.dtype).tiny)  # rows may sum below one
-        entropy = (torch.special.entr(share).sum(-1) / visible.clamp_min(2).log()).clamp(0, 1)  # (B, Q)
-        beta = self.beta_low + (self.beta_high - self.beta_low) * entropy  # (B, Q)
+        total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, Q), rows may sum below one
+        entropy = (total.log() - _negative_entropy(mean) / total) / visible.clamp_min(2).log()  # (B, Q)
+        beta = self.beta_low + (self.beta_high - self.beta_low) * entropy.clamp(0, 1)  # (B, Q)
 
         # A rebuild falls due when enough queries came since the last one. The block is split there, row by row,
         # so that scores do not depend on how the text was cut into blocks.
-        queries = rows.positions  # (B, Q)
         due = self._last_due(held, queries.amax(1, keepdim=True) + 1)  # (B, 1)
         before, after = (queries >= 0) & (queries < due), queries >= due
         # Most decode steps have nothing before a rebuild, or nothing after it. Looking costs less than working on
         # nothing, except on an accelerator, where the answer has to be waited for.
-        look = queries.device.type == "cpu"
+        look = queries.is_cpu
         if not look or bool(before.any()):
             self._learn(held, attention, seen, torch.where(before, beta, 1.0), torch.where(before, queries, -1))
             self._rebuild(held, due.unsqueeze(-1), before.any(1)[:, None, None])
         if not look or bool(after.any()):
             self._learn(held, attention, seen, torch.where(after, beta, 1.0), torch.where(after, queries, -1))
 
+    def _observe_newest(self, held: Held, mean: Tensor, attention: Tensor) -> None:
+        """``observe`` for a decode step: every row's newest query, which sees all that is held.
+
+        A step is so little work on a CPU that its cost is the number of tensor operations. mean, attention: (B, 1, L).
+        """
+        assert isinstance(held.seen, int) and isinstance(held.budget, int)  # _newest_alone() looked
+        visible = mean.shape[-1]
+        total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, 1)
+        entropy = (total.log() - _negative_entropy(mean) / total) / math.log(max(2, visible))
+        beta = self.beta_low + (self.beta_high - self.beta_low) * entropy.clamp(0, 1)  # (B, 1)
+        held["importance"].lerp_(attention, (1 - beta).unsqueeze(-1))
+        held["seen_at"].masked_fill_(mean > 1 / visible, held.seen - 1)
+        last = held["scored_at"].amax((1, 2), keepdim=True)  # (B, 1, 1)
+        due = (held.seen - last) % _period(self.rebuild, held.budget) == 0
+        if bool(due.any()):
+            self._rebuild(held, torch.tensor(held.seen), due)
+
     def score(self, held: Held) -> Tensor:
-        return held["score"][:, :1]  # (B, 1, L)
+        return held["score"].narrow(1, 0, 1)  # (B, 1, L)
 
     def _last_due(self, held: Held, seen: Tensor) -> Tensor:
         """How many queries the row has at its newest rebuild, given that it now has ``seen``: both (B, 1)."""
         last = held["scored_at"][:, 0].amax(-1, keepdim=True)  # (B, 1)
-        budget = held.budget.view(-1, 1) if isinstance(held.budget, Tensor) else held.budget
-        return seen - (seen - last) % at_least(share_of(self.rebuild, budget), 1)
+        if isinstance(held.budget, Tensor):
+            return seen - (seen - last) % at_least(share_of(self.rebuild, held.budget.view(-1, 1)), 1)
+        return seen - (seen - last) % _period(self.rebuild, held.budget)
 
     def _learn(self, held: Held, attention: Tensor, seen: Tensor, beta: Tensor, queries: Tensor) -> None:
         """Adds queries to `importance` and `seen_at`; a query with beta 1 and position -1 adds nothing."""
-        kept = beta.flip(1).cumprod(1).flip(1)  # (B, Q), product of this beta and the later ones
-        later = torch.cat([kept[:, 1:], torch.ones_like(kept[:, :1])], 1)  # (B, Q), of the later ones alone
-        added = ((later - kept).unsqueeze(-1) * attention).sum(1, keepdim=True)  # (B, 1, L)
-        held["importance"].mul_(kept[:, :1, None]).add_(added)
-        last = torch.where(seen, queries.unsqueeze(-1), -1).amax(1, keepdim=True)  # (B, 1, L)
-        held["seen_at"].copy_(torch.maximum(held["seen_at"], last))
+        if beta.shape[1] == 1:
+            held["importance"].lerp_(attention, (1 - beta).unsqueeze(-1))
+            last = torch.where(seen, queries.unsqueeze(-1), -1)  # (B, 1, L)
+        else:
+            kept = beta.flip(1).cumprod(1).flip(1)  # (B, Q), product of this beta and the later ones
+            later = torch.cat([kept[:, 1:], torch.ones_like(kept[:, :1])], 1)  # (B, Q), of the later ones alone
+            added = ((later - kept).unsqueeze(-1) * attention).sum(1, keepdim=True)  # (B, 1, L)
+            held["importance"].mul_(kept[:, :1, None]).add_(added)
+            last = torch.where(seen, queries.unsqueeze(-1), -1).amax(1, keepdim=True)  # (B, 1, L)
+        held["seen_at"].clamp_min_(last)
 
     def _rebuild(self, held: Held, due: Tensor, rows: Tensor) -> None:
-        """Scores the tokens below ``due`` as of that moment, in the given rows; both (B, 1, 1)."""
+        """Scores the tokens below ``due`` as of that moment, in the given rows: (B, 1, 1), or one for all."""
         importance = held["importance"]
         since = (due - 1 - torch.maximum(held["seen_at"], held.positions)).to(importance.dtype)
         age = (due - 1 - held.positions).to(importance.dtype)
@@ -118,3 +145,21 @@ class AdaptiveEMA(Policy):
         known = held.positions < due
         held["score"].copy_(torch.where(rows, score.masked_fill(~known, float("inf")), held["score"]))
         held["scored_at"].copy_(torch.where(rows, known * due, held["scored_at"]))
+
+
+def _newest_alone(held: Held, queries: Tensor) -> bool:
+    """Whether each row shows its newest query alone, and has no empty slot: a decode step of a full cache."""
+    if queries.shape[1] > 1 or type(held.seen) is not int or type(held.budget) is not int:
+        return False
+    return queries.tolist() == [[held.seen - 1]] * len(queries) and int(held.positions.min()) >= 0
+
+
+def _negative_entropy(shares: Tensor) -> Tensor:
+    """Sum of x * log(x), 0 for 0: (B, Q, L) -> (B, Q). On long rows several times as fast as ``torch.special.entr``."""
+    return shares.log().mul_(shares).nansum(-1)  # log(0) * 0 is NaN, and the only one there can be
+
+
+@functools.lru_cache(maxsize=64)
+def _period(rebuild: float, budget: int) -> int:
+    """Queries from one rebuild to the next."""
+    return at_least(share_of(rebuild, budget), 1)
