@@ -61,7 +61,7 @@ class EvictingCache(Cache):
     ) -> None:
         chosen = make_policy(policy, **options)
         tokens = check_budget(budget)
-        config = _check_model(model, chosen)
+        config = _check_model(model)
         layers = host.host_layers(config)
         evicting = [i for i, layer in enumerate(layers) if host.is_full_attention(layer)]
         if not evicting:
@@ -485,7 +485,7 @@ def check_budget(budget: int | float) -> int | float:
     return budget
 
 
-def _check_model(model: object, policy: Policy) -> Any:
+def _check_model(model: object) -> Any:
     """The decoder's config, or UnsupportedModelError naming what is in the way."""
     if not isinstance(model, torch.nn.Module):
         raise UnsupportedModelError(
@@ -512,7 +512,7 @@ def _check_model(model: object, policy: Policy) -> Any:
             "attn_implementation='flex_attention' takes block masks, which cannot follow evicted tokens: call "
             "model.set_attn_implementation('sdpa') first"
         )
-    host.check_layers(model, config, observed=bool(policy.queries) or policy.consensus)
+    host.check_layers(model, config)
     return config
 
 

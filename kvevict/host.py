@@ -92,10 +92,10 @@ def _shares_layers(config: PreTrainedConfig) -> bool:
     return any(i >= len(kinds) or kinds[i] not in ("moe", "mlp") for i in dummies)
 
 
-def check_layers(model: nn.Module, config: PreTrainedConfig, observed: bool) -> None:
+def check_layers(model: nn.Module, config: PreTrainedConfig) -> None:
     """Raises UnsupportedModelError unless each layer that evicts belongs to one attention module that we can mask.
 
-    ``observed``: whether the policy reads attention. ``config`` is the decoder's.
+    ``config`` is the decoder's.
     """
     name, modules = type(model).__name__, attention_modules(model)
     if not modules:
@@ -112,13 +112,6 @@ def check_layers(model: nn.Module, config: PreTrainedConfig, observed: bool) -> 
         raise UnsupportedModelError(
             f"{name} attends to tokens on both sides, as encoders do: load it as a decoder (is_decoder=True for "
             "BERT and its kin), or use transformers' own cache"
-        )
-    heads = int(config.num_attention_heads)
-    others = {int(str(module.num_heads)) for module in modules if hasattr(module, "num_heads")} - {heads}
-    if others and observed and implementation(model) == "eager":
-        raise UnsupportedModelError(
-            f"{name} has layers of {min(others)} query heads beside its {heads}, which kvevict cannot observe with "
-            "eager attention: call model.set_attn_implementation('sdpa') first"
         )
 
 
