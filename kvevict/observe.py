@@ -100,6 +100,7 @@ class Probe(torch.Tensor):
         return probe
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
