@@ -26,6 +26,7 @@ from kvevict.errors import (
 from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import make_policy
 from kvevict.policies.base import Policy
+from kvevict.quantized import Quantized, QuantizedLayer, storage_of
 from kvevict.rope import rerotation_for
 
 
@@ -36,6 +37,8 @@ class EvictingCache(Cache):
     policy: a name (``kvevict.policies.POLICIES``), or an instance of a policy, yours included.
     budget: tokens per KV head in each layer (int), or a share of the tokens seen (float in (0, 1]): that many,
         rounded down, and never fewer than the policy protects.
+    storage: how keys and values are kept between forwards: None as they are, "quanto4", "quanto2", or a
+        ``kvevict.Quantized`` for packed ones.
     options: the policy's options when ``policy`` is a name, such as ``recent=64``.
 
     The new tokens attend to everything held plus themselves; then the policy decides who goes. A prompt is
@@ -57,11 +60,20 @@ class EvictingCache(Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: str | Policy = "h2o", budget: int | float = 512, **options: Any
+        self,
+        model: PreTrainedModel,
+        policy: str | Policy = "h2o",
+        budget: int | float = 512,
+        *,
+        storage: Quantized | str | None = None,
+        **options: Any,
     ) -> None:
         chosen = make_policy(policy, **options)
         tokens = check_budget(budget)
+        how = storage_of(storage)
         config = _check_model(model)
+        if how is not None:
+            how.check_head(host.head_size(config))
         layers = host.host_layers(config)
         evicting = [i for i, layer in enumerate(layers) if host.is_full_attention(layer)]
         if not evicting:
@@ -74,10 +86,10 @@ class EvictingCache(Cache):
         if getattr(chosen, "positions", "original") == "cache":
             spec.rerotation = rerotation_for(model)
         for index, position in enumerate(evicting):
-            layers[position] = EvictingLayer(spec, index)
+            layers[position] = EvictingLayer(spec, index) if how is None else QuantizedLayer(spec, index, how)
         self._others = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in evicting}
         super().__init__(layers=layers)
-        self.spec = spec
+        self.spec, self.storage = spec, how
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
@@ -149,8 +161,9 @@ class EvictingCache(Cache):
         held = self.stored
         low, high = min(held), max(held)
         stored = str(high) if low == high else f"{low} to {high}"
+        storage = "" if self.storage is None else f", storage={self.storage.backend}{self.storage.nbits}"
         return (
-            f"EvictingCache(policy={self.policy.name or type(self.policy).__name__!r}, budget={self.budget}, "
+            f"EvictingCache(policy={self.policy.name or type(self.policy).__name__!r}, budget={self.budget}{storage}, "
             f"seen={self.get_seq_length(self._evicting[0])}, stored={stored} tokens per KV head in "
             f"{len(held)} of {len(self.layers)} layers, {human_bytes(self.nbytes)} held)"
         )
@@ -229,7 +242,8 @@ class EvictingCache(Cache):
         Raises StoredCacheError for files that cannot be read, and WrongModelError for another model's.
         """
         policy, budget, states = storage.read(Path(path), model, policy)
-        cache = cls(model, policy, budget)
+        options = next((state["storage"] for state in states if "storage" in state), None)
+        cache = cls(model, policy, budget, storage=None if options is None else Quantized(**options))
         for layer, state in zip(cache.layers, states, strict=True):
             if isinstance(layer, EvictingLayer):
                 layer.restore(state)
@@ -315,6 +329,11 @@ class EvictingCache(Cache):
         Raises UnsupportedOperationError if generate() calls it for a cache that holds tokens: transformers would
         feed the whole text again.
         """
+        if self.storage is not None:
+            raise UnsupportedOperationError(
+                "past recording (assisted and prompt-lookup decoding) with quantised storage: when a draft is packed, "
+                "its tokens can no longer be taken back. Leave out storage=, or decode without a draft"
+            )
         prompt = host.assisted_prompt()
         if prompt is not None and self.get_seq_length(self._evicting[0]):
             raise UnsupportedOperationError(

@@ -115,6 +115,14 @@ def check_layers(model: nn.Module, config: PreTrainedConfig) -> None:
         )
 
 
+def head_size(config: PreTrainedConfig) -> int | None:
+    """Numbers of one key or value of one head, if the decoder's config tells."""
+    size = getattr(config, "head_dim", None)
+    if size is None and getattr(config, "hidden_size", None):
+        size = config.hidden_size // config.num_attention_heads
+    return size if isinstance(size, int) else None
+
+
 def implementation(model: nn.Module) -> str:
     """Name of the attention implementation that the model's decoder uses now."""
     return str(decoder_config(model)._attn_implementation or "eager")
