@@ -22,6 +22,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"policies", "selection", "masks"},
     {"host", "statistics", "rope", "drafts", "storage"},
     {"layer"},
+    {"quantized"},
     {"observe"},
     {"cache"},
     {"models", "testing", "protocols", "bootstrap", "results"},
@@ -41,7 +42,7 @@ MEASURING = {
     "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "harness", "lab", "metrics",
     "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval", "sweep", "tables", "text",
 }  # fmt: skip  # names, many to a line
-EXTRAS = {"datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
+EXTRAS = {"optimum", "datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:
