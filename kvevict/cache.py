@@ -24,6 +24,7 @@ from kvevict.errors import (
     WrongModelError,
 )
 from kvevict.layer import EvictingLayer, Spec
+from kvevict.offloaded import OffloadedLayer
 from kvevict.policies import make_policy
 from kvevict.policies.base import Policy
 from kvevict.quantized import Quantized, QuantizedLayer, storage_of
@@ -39,6 +40,7 @@ class EvictingCache(Cache):
         rounded down, and never fewer than the policy protects.
     storage: how keys and values are kept between forwards: None as they are, "quanto4", "quanto2", or a
         ``kvevict.Quantized`` for packed ones.
+    offloading: whether evicting layers keep keys and values on the CPU while they are not attended to.
     options: the policy's options when ``policy`` is a name, such as ``recent=64``.
 
     The new tokens attend to everything held plus themselves; then the policy decides who goes. A prompt is
@@ -66,11 +68,16 @@ class EvictingCache(Cache):
         budget: int | float = 512,
         *,
         storage: Quantized | str | None = None,
+        offloading: bool = False,
         **options: Any,
     ) -> None:
         chosen = make_policy(policy, **options)
         tokens = check_budget(budget)
         how = storage_of(storage)
+        if not isinstance(offloading, bool):
+            raise OptionError(f"offloading={offloading!r}: expected True or False")
+        if how is not None and offloading:
+            raise OptionError("storage= and offloading=True: packed tokens stay on their device. Leave out one of them")
         config = _check_model(model)
         if how is not None:
             how.check_head(host.head_size(config))
@@ -86,10 +93,10 @@ class EvictingCache(Cache):
         if getattr(chosen, "positions", "original") == "cache":
             spec.rerotation = rerotation_for(model)
         for index, position in enumerate(evicting):
-            layers[position] = EvictingLayer(spec, index) if how is None else QuantizedLayer(spec, index, how)
+            layers[position] = _new_layer(spec, index, how, offloading)
         self._others = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in evicting}
         super().__init__(layers=layers)
-        self.spec, self.storage = spec, how
+        self.spec, self.storage, self.offloads = spec, how, offloading
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
@@ -235,15 +242,25 @@ class EvictingCache(Cache):
         storage.save(self.policy, self.budget, states, model, Path(path))
 
     @classmethod
-    def load(cls, model: PreTrainedModel, path: str | os.PathLike[str], policy: Policy | None = None) -> EvictingCache:
+    def load(
+        cls,
+        model: PreTrainedModel,
+        path: str | os.PathLike[str],
+        policy: Policy | None = None,
+        *,
+        offloading: bool = False,
+    ) -> EvictingCache:
         """The cache that ``save`` wrote to a folder, for the same model; it continues where the saved one stood.
 
         policy: needed for a policy that is not registered: an instance with the options it had.
+        offloading: as for a new cache; it is not saved.
         Raises StoredCacheError for files that cannot be read, and WrongModelError for another model's.
         """
         policy, budget, states = storage.read(Path(path), model, policy)
         options = next((state["storage"] for state in states if "storage" in state), None)
-        cache = cls(model, policy, budget, storage=None if options is None else Quantized(**options))
+        cache = cls(
+            model, policy, budget, storage=None if options is None else Quantized(**options), offloading=offloading
+        )
         for layer, state in zip(cache.layers, states, strict=True):
             if isinstance(layer, EvictingLayer):
                 layer.restore(state)
@@ -465,6 +482,12 @@ class EvictingCache(Cache):
                 "this cache was built for another model (or for another copy of this one): build an EvictingCache for "
                 "the model that uses it"
             )
+
+
+def _new_layer(spec: Spec, index: int, how: Quantized | None, offloading: bool) -> EvictingLayer:
+    if how is not None:
+        return QuantizedLayer(spec, index, how)
+    return OffloadedLayer(spec, index) if offloading else EvictingLayer(spec, index)
 
 
 def _can_crop(layer: Any) -> bool:

@@ -22,7 +22,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"policies", "selection", "masks"},
     {"host", "statistics", "rope", "drafts", "storage"},
     {"layer"},
-    {"quantized"},
+    {"quantized", "offloaded"},
     {"observe"},
     {"cache"},
     {"models", "testing", "protocols", "bootstrap", "results"},
