@@ -31,6 +31,7 @@ from helpers import (
 )
 from torch import Tensor
 from transformers import QuantizedCache
+from transformers.cache_utils import QuantizedLayer
 
 from kvevict import EvictingCache, KvevictError, OptionError, Quantized, UnsupportedOperationError, host
 from kvevict.errors import MissingPackageError
@@ -40,6 +41,8 @@ quanto = pytest.importorskip("optimum.quanto", reason="needs the package optimum
 
 HEAD, RESIDUAL = 16, 5
 HOW = Quantized(q_group_size=8, residual_length=RESIDUAL)
+NEWER = hasattr(QuantizedLayer, "_apply_pending_reorder")
+"""Older releases of transformers count a turn of several tokens as one, and leave packed rows where they were."""
 every_policy = pytest.mark.parametrize("name", NAMES)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_width = pytest.mark.parametrize("nbits", [2, 4])
@@ -127,7 +130,7 @@ def test_whatever_is_rounded_when(nbits, budget, residual):
 @every_width
 def test_with_room_it_is_identical_to_transformers_quantised_cache(name, implementation, nbits):
     model, how = tiny(implementation), _how(nbits)
-    blocks = blocks_of(text())
+    blocks = blocks_of(text()) if NEWER else [text(length=PROMPT), *text(length=12, seed=2).split(1, 1)]
     cache = EvictingCache(model, small(name), budget=64, storage=how)
     got, expected = loop(model, cache, blocks), loop(model, _theirs(model, how), blocks)
     assert all(map(torch.equal, got, expected))
@@ -135,6 +138,8 @@ def test_with_room_it_is_identical_to_transformers_quantised_cache(name, impleme
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 6}], ids=["greedy", "beams", "chunks"])
 def test_with_room_it_generates_what_transformers_quantised_cache_generates(how):
+    if how and not NEWER:
+        pytest.skip("older releases of transformers reorder only the newest tokens, and pack chunks at other times")
     model, ids = tiny(), text(length=PROMPT)
     cache = EvictingCache(model, "h2o", budget=64, storage=HOW)
     got = generate(model, ids, cache, new=12, return_dict_in_generate=False, **how)
