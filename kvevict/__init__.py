@@ -14,6 +14,7 @@ from kvevict.errors import (
 )
 from kvevict.observe import detach
 from kvevict.policies.base import ALL_QUERIES, Column, Held, Policy, Rows
+from kvevict.quantized import Quantized
 
 try:
     __version__ = version("kvevict")
@@ -30,6 +31,7 @@ __all__ = [
     "OptionError",
     "Policy",
     "PolicyError",
+    "Quantized",
     "Rows",
     "UnsupportedModelError",
     "UnsupportedOperationError",

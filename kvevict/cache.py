@@ -24,8 +24,10 @@ from kvevict.errors import (
     WrongModelError,
 )
 from kvevict.layer import EvictingLayer, Spec
+from kvevict.offloaded import OffloadedLayer
 from kvevict.policies import make_policy
 from kvevict.policies.base import ALL_QUERIES, Policy
+from kvevict.quantized import Quantized, QuantizedLayer, storage_of
 from kvevict.rope import rerotation_for
 from kvevict.steady import Alone, Choir, Member, gather
 
@@ -39,6 +41,9 @@ class EvictingCache(Cache):
         rounded down, and never fewer than the policy protects.
     fused_prefill: compute attention and what the policy reads of it in one pass over a prompt, which saves time on long
         prompts. The output then equals sdpa's but for rounding. For policies that read every query, on sdpa.
+    storage: how keys and values are kept between forwards: None as they are, "quanto4", "quanto2", or a
+        ``kvevict.Quantized`` for packed ones.
+    offloading: whether evicting layers keep keys and values on the CPU while they are not attended to.
     options: the policy's options when ``policy`` is a name, such as ``recent=64``.
 
     The new tokens attend to everything held plus themselves; then the policy decides who goes. A prompt is
@@ -66,11 +71,20 @@ class EvictingCache(Cache):
         budget: int | float = 512,
         *,
         fused_prefill: bool = False,
+        storage: Quantized | str | None = None,
+        offloading: bool = False,
         **options: Any,
     ) -> None:
         chosen = make_policy(policy, **options)
         tokens = check_budget(budget)
-        config = _check_model(model, chosen)
+        how = storage_of(storage)
+        if not isinstance(offloading, bool):
+            raise OptionError(f"offloading={offloading!r}: expected True or False")
+        if how is not None and offloading:
+            raise OptionError("storage= and offloading=True: packed tokens stay on their device. Leave out one of them")
+        config = _check_model(model)
+        if how is not None:
+            how.check_head(host.head_size(config))
         layers = host.host_layers(config)
         evicting = [i for i, layer in enumerate(layers) if host.is_full_attention(layer)]
         if not evicting:
@@ -89,11 +103,10 @@ class EvictingCache(Cache):
         if getattr(chosen, "positions", "original") == "cache":
             spec.rerotation = rerotation_for(model)
         for index, position in enumerate(evicting):
-            layers[position] = EvictingLayer(spec, index)
+            layers[position] = _new_layer(spec, index, how, offloading)
         self._others = {i: copy.deepcopy(layer) for i, layer in enumerate(layers) if i not in evicting}
         super().__init__(layers=layers)
-        self.spec = spec
-        self.fused_prefill = fused_prefill
+        self.spec, self.storage, self.offloads, self.fused_prefill = spec, how, offloading, fused_prefill
         self.heads = int(config.num_attention_heads)
         self._evicting = evicting
         self._assisted = False  # generate() turned past recording on
@@ -166,8 +179,9 @@ class EvictingCache(Cache):
         held = self.stored
         low, high = min(held), max(held)
         stored = str(high) if low == high else f"{low} to {high}"
+        storage = "" if self.storage is None else f", storage={self.storage.backend}{self.storage.nbits}"
         return (
-            f"EvictingCache(policy={self.policy.name or type(self.policy).__name__!r}, budget={self.budget}, "
+            f"EvictingCache(policy={self.policy.name or type(self.policy).__name__!r}, budget={self.budget}{storage}, "
             f"seen={self.get_seq_length(self._evicting[0])}, stored={stored} tokens per KV head in "
             f"{len(held)} of {len(self.layers)} layers, {human_bytes(self.nbytes)} held)"
         )
@@ -247,14 +261,25 @@ class EvictingCache(Cache):
         storage.save(self.policy, self.budget, states, model, Path(path))
 
     @classmethod
-    def load(cls, model: PreTrainedModel, path: str | os.PathLike[str], policy: Policy | None = None) -> EvictingCache:
+    def load(
+        cls,
+        model: PreTrainedModel,
+        path: str | os.PathLike[str],
+        policy: Policy | None = None,
+        *,
+        offloading: bool = False,
+    ) -> EvictingCache:
         """The cache that ``save`` wrote to a folder, for the same model; it continues where the saved one stood.
 
         policy: needed for a policy that is not registered: an instance with the options it had.
+        offloading: as for a new cache; it is not saved.
         Raises StoredCacheError for files that cannot be read, and WrongModelError for another model's.
         """
         policy, budget, states = storage.read(Path(path), model, policy)
-        cache = cls(model, policy, budget)
+        options = next((state["storage"] for state in states if "storage" in state), None)
+        cache = cls(
+            model, policy, budget, storage=None if options is None else Quantized(**options), offloading=offloading
+        )
         for layer, state in zip(cache.layers, states, strict=True):
             if isinstance(layer, EvictingLayer):
                 layer.restore(state)
@@ -344,6 +369,11 @@ class EvictingCache(Cache):
         Raises UnsupportedOperationError if generate() calls it for a cache that holds tokens: transformers would
         feed the whole text again.
         """
+        if self.storage is not None:
+            raise UnsupportedOperationError(
+                "past recording (assisted and prompt-lookup decoding) with quantised storage: when a draft is packed, "
+                "its tokens can no longer be taken back. Leave out storage=, or decode without a draft"
+            )
         prompt = host.assisted_prompt()
         if prompt is not None and self.get_seq_length(self._evicting[0]):
             raise UnsupportedOperationError(
@@ -500,6 +530,12 @@ class EvictingCache(Cache):
             )
 
 
+def _new_layer(spec: Spec, index: int, how: Quantized | None, offloading: bool) -> EvictingLayer:
+    if how is not None:
+        return QuantizedLayer(spec, index, how)
+    return OffloadedLayer(spec, index) if offloading else EvictingLayer(spec, index)
+
+
 def _can_crop(layer: Any) -> bool:
     """Whether a layer of transformers can take tokens back now."""
     if getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False):
@@ -537,7 +573,7 @@ def check_budget(budget: int | float) -> int | float:
     return budget
 
 
-def _check_model(model: object, policy: Policy) -> Any:
+def _check_model(model: object) -> Any:
     """The decoder's config, or UnsupportedModelError naming what is in the way."""
     if not isinstance(model, torch.nn.Module):
         raise UnsupportedModelError(
@@ -564,7 +600,7 @@ def _check_model(model: object, policy: Policy) -> Any:
             "attn_implementation='flex_attention' takes block masks, which cannot follow evicted tokens: call "
             "model.set_attn_implementation('sdpa') first"
         )
-    host.check_layers(model, config, observed=bool(policy.queries) or policy.consensus)
+    host.check_layers(model, config)
     return config
 
 

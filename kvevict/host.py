@@ -93,10 +93,10 @@ def _shares_layers(config: PreTrainedConfig) -> bool:
     return any(i >= len(kinds) or kinds[i] not in ("moe", "mlp") for i in dummies)
 
 
-def check_layers(model: nn.Module, config: PreTrainedConfig, observed: bool) -> None:
+def check_layers(model: nn.Module, config: PreTrainedConfig) -> None:
     """Raises UnsupportedModelError unless each layer that evicts belongs to one attention module that we can mask.
 
-    ``observed``: whether the policy reads attention. ``config`` is the decoder's.
+    ``config`` is the decoder's.
     """
     name, modules = type(model).__name__, attention_modules(model)
     if not modules:
@@ -114,13 +114,14 @@ def check_layers(model: nn.Module, config: PreTrainedConfig, observed: bool) -> 
             f"{name} attends to tokens on both sides, as encoders do: load it as a decoder (is_decoder=True for "
             "BERT and its kin), or use transformers' own cache"
         )
-    heads = int(config.num_attention_heads)
-    others = {int(str(module.num_heads)) for module in modules if hasattr(module, "num_heads")} - {heads}
-    if others and observed and implementation(model) == "eager":
-        raise UnsupportedModelError(
-            f"{name} has layers of {min(others)} query heads beside its {heads}, which kvevict cannot observe with "
-            "eager attention: call model.set_attn_implementation('sdpa') first"
-        )
+
+
+def head_size(config: PreTrainedConfig) -> int | None:
+    """Numbers of one key or value of one head, if the decoder's config tells."""
+    size = getattr(config, "head_dim", None)
+    if size is None and getattr(config, "hidden_size", None):
+        size = config.hidden_size // config.num_attention_heads
+    return size if isinstance(size, int) else None
 
 
 def implementation(model: nn.Module) -> str:

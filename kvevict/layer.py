@@ -132,6 +132,8 @@ class EvictingLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
+    stays_put = True
+    """Whether keys and values are the same tensors from one forward to the next."""
 
     def __init__(self, spec: Spec, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers does not annotate it
@@ -489,11 +491,11 @@ class EvictingLayer(CacheLayerMixin):
             seen=held.seen,
             budget=held.budget,
             prompt=held.prompt,
-            keys=_gathered(self.keys, index),
-            values=_gathered(self.values, index),
+            keys=gathered(self.keys, index),
+            values=gathered(self.values, index),
             layer=self.index,
             layers=self.spec.layers,
-            columns={name: _gathered(column, index) for name, column in self.state.items()},
+            columns={name: gathered(column, index) for name, column in self.state.items()},
         )
         policy.admit(new)
         for name, column in new.columns.items():
@@ -788,13 +790,13 @@ class EvictingLayer(CacheLayerMixin):
         kept, positions = kept.gather(2, oldest), positions.gather(2, oldest)
         capacity = max(keep, self._room())
         self.positions = _resized(positions, keep, capacity, -1)
-        self.keys = _resized(_gathered(self.keys, kept), keep, capacity)
-        self.values = _resized(_gathered(self.values, kept), keep, capacity)
+        self.keys = _resized(gathered(self.keys, kept), keep, capacity)
+        self.values = _resized(gathered(self.values, kept), keep, capacity)
         if self.tokens is not None:
             self.tokens = _resized(self.tokens.gather(2, kept), keep, capacity, -1)
         columns = self.columns
         self.state = {
-            name: _resized(_gathered(column, kept), keep, capacity, columns[name].fill)
+            name: _resized(gathered(column, kept), keep, capacity, columns[name].fill)
             for name, column in self.state.items()
         }
         self.slots = keep
@@ -985,7 +987,7 @@ def _resized(tensor: Tensor, used: int, capacity: int, fill: float | None = None
     return grown
 
 
-def _gathered(tensor: Tensor | None, index: Tensor) -> Tensor:
+def gathered(tensor: Tensor | None, index: Tensor) -> Tensor:
     """tensor (B, H, slots, ...) at index (B, H, n)."""
     assert tensor is not None
     wide = index.view(*index.shape, *(1,) * (tensor.dim() - 3))

@@ -111,6 +111,7 @@ class Probe(torch.Tensor):
         return probe
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -406,7 +407,7 @@ def _before_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     mask = kwargs.get("attention_mask")
     if layer.slots:  # otherwise everything is new, and transformers' mask is exact
         layer.reserve(hidden.shape[1])
-        mask = layer.exact_mask(mask, cache.heads)
+        mask = layer.exact_mask(mask, _query_heads(module, cache, layer))
     if mask is not None:
         mask = masks.additive(mask, hidden.dtype)
     return args, {**kwargs, "attention_mask": mask}
@@ -417,9 +418,9 @@ def _after_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if found is None or not found[1].pending:
         return
     cache, layer = found
-    mask = kwargs.get("attention_mask")
+    mask, heads = kwargs.get("attention_mask"), _query_heads(module, cache, layer)
     if layer.slots == layer.fresh:
-        mask = layer.exact_mask(mask, cache.heads)  # learns the prompt's padding
+        mask = layer.exact_mask(mask, heads)  # learns the prompt's padding
     weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
     if not isinstance(weights, Tensor) or weights.dim() != 4:
         raise WrongModelError(
@@ -428,8 +429,14 @@ def _after_eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
     seen = weights.detach()
     if layer.draft is not None:
-        drafts.rehearse(layer, mask, cache.heads, functools.partial(_eager_draft_rows, seen, layer.kv_heads))
+        drafts.rehearse(layer, mask, heads, functools.partial(_eager_draft_rows, seen, layer.kv_heads))
     Ticket(cache, layer).finish(_eager_rows(layer, seen))
+
+
+def _query_heads(module: nn.Module, cache: EvictingCache, layer: EvictingLayer) -> int:
+    """Query heads of this layer: some families have more of them in some layers than in others."""
+    groups = getattr(module, "num_key_value_groups", None)
+    return layer.kv_heads * int(groups) if isinstance(groups, int) else cache.heads
 
 
 def _eager_rows(layer: EvictingLayer, weights: Tensor) -> Iterable[tuple[int, Tensor]]:

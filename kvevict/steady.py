@@ -399,7 +399,12 @@ class Choir:
 def begin(layer: EvictingLayer) -> Steady | None:
     """The steady state of a layer that has just evicted one token, or None if something about it is unusual."""
     spec, policy = layer.spec, layer.spec.policy
-    usual = layer.row_seen is None and layer.tokens is None and not (layer.gaps or layer.dead or layer.record_past)
+    usual = (
+        layer.stays_put
+        and layer.row_seen is None
+        and layer.tokens is None
+        and not (layer.gaps or layer.dead or layer.record_past)
+    )
     ready = layer.free is not None and layer.unmasked and layer.prompt is not None and layer.draft is None
     if not (usual and ready and spec.rerotation is None and spec.one_by_one and isinstance(spec.budget, int)):
         return None

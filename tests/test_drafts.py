@@ -137,6 +137,26 @@ def test_a_padded_prompt_may_be_looked_up_too(policy):
     _assert_same(drafted, plain)
 
 
+@pytest.mark.parametrize("pads", [1, 5])
+@pytest.mark.parametrize("policy", [small("tova", protect_prompt=0.5), SnapKV(window=3, kernel=3, scores="prompt")],
+                         ids=lambda policy: policy.name)  # fmt: skip  # one list
+def test_a_padded_prompt_ends_where_a_draft_begins_that_came_with_it_and_stays(policy, pads):
+    """The model is its own assistant, so that the first draft's first token is always right."""
+    model, assistant = tiny(), tiny()
+    ids = torch.cat([text(length=pads, seed=9), text(length=PROMPT)], 1)
+    mask = torch.ones_like(ids)
+    mask[:, :pads] = 0
+    plain, drafted = (EvictingCache(model, policy, budget=BUDGET) for _ in range(2))
+    expected = generate(model, ids, plain, mask, new=12, return_dict_in_generate=False)
+    sizes, handle = _forwards(model)
+    got = generate(model, ids, drafted, mask, new=12, return_dict_in_generate=False, assistant_model=assistant)
+    handle.remove()
+    assert sizes[0] > pads + PROMPT and len(sizes) < 12  # the draft came with the prompt, and some tokens stayed
+    assert torch.equal(got, expected)
+    assert drafted.evicting_layers[0].row_prompt.tolist() == [PROMPT]
+    _assert_same(drafted, plain)
+
+
 @pytest.mark.parametrize("name", ["h2o", "random"])
 @pytest.mark.parametrize("budget", [BUDGET, 100])
 def test_sliding_layers_are_rolled_back_too(name, budget):

@@ -13,7 +13,7 @@ from helpers import NOISE, blocks_of, generate, largest_error, loop, ragged_mask
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvevict import EvictingCache, UnsupportedModelError, host, testing
+from kvevict import EvictingCache, host, testing
 
 BUDGET, ROOM, PROMPT = 9, 64, 20
 BLOCKS = (PROMPT, 1, 1, 6, 1, 1)
@@ -150,12 +150,7 @@ def test_with_eager_attention_a_familys_logits_equal_the_reference(family):
     eager.set_attn_implementation("eager")
     ids, mask = _inputs(True)
     reference = copy.deepcopy(eager)
-    policies = POLICIES
-    if family == "laguna":
-        policies = ["random"]
-        with pytest.raises(UnsupportedModelError, match=r"layers of 2 query heads beside its 4.*'sdpa'"):
-            EvictingCache(eager, "h2o", budget=BUDGET)
-    for name in policies:
+    for name in POLICIES:
         error, _ = _against_reference(eager, reference, name, blocks_of(ids, BLOCKS), mask)
         assert error < 5 * NOISE * _in_full(family, True)[1]
 

@@ -23,6 +23,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"host", "statistics", "rope", "drafts", "storage"},
     {"steady"},
     {"layer"},
+    {"quantized", "offloaded"},
     {"observe"},
     {"cache"},
     {"models", "testing", "protocols", "bootstrap", "results", "kept"},
@@ -44,7 +45,7 @@ MEASURING = {
     "lab", "maps", "metrics", "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval",
     "sweep", "tables", "text",
 }  # fmt: skip  # names, many to a line
-EXTRAS = {"datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
+EXTRAS = {"optimum", "datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:
