@@ -27,6 +27,7 @@ from helpers import (
 from torch import Tensor
 
 from kvevict import EvictingCache, OptionError, offloaded
+from kvevict.layer import EvictingLayer
 from kvevict.offloaded import OffloadedLayer
 
 every_policy = pytest.mark.parametrize("name", NAMES)
@@ -59,7 +60,8 @@ def travels(monkeypatch) -> list[str]:
 @every_policy
 @every_implementation
 @alone_and_padded
-def test_offloading_changes_nothing_but_where_tokens_rest(name, implementation, padded, travels):
+def test_offloading_changes_nothing_but_where_tokens_rest(name, implementation, padded, travels, monkeypatch):
+    monkeypatch.setattr(EvictingLayer, "stays_put", False)  # the resident one takes the same steps, to the last bit
     model = tiny(implementation)
     ids, mask = batch(padded)
     resident = EvictingCache(model, small(name), budget=BUDGET)
@@ -88,7 +90,8 @@ def test_generate_gives_what_it_gives_without_offloading(implementation, how, tr
     assert travels
 
 
-def test_copies_and_files_go_on_offloaded(travels, tmp_path):
+def test_copies_and_files_go_on_offloaded(travels, tmp_path, monkeypatch):
+    monkeypatch.setattr(EvictingLayer, "stays_put", False)  # as above
     model, ids = tiny(), text(length=PROMPT + 10)
     cache = EvictingCache(model, "h2o", budget=BUDGET, offloading=True)
     loop(model, cache, [ids[:, :PROMPT]])

@@ -70,6 +70,7 @@ class Twin(EvictingLayer):
 
     how = HOW
     rounded_at = 0
+    stays_put = False
 
     def settle(self, rescore: Any = None) -> None:
         super().settle(rescore)

@@ -182,14 +182,42 @@ def test_a_mask_for_one_layer_alone_ends_what_the_others_have_begun(name, monkey
 
 
 @every_policy
+def test_settling_again_lets_nothing_go(name):
+    model, ids = tiny(), text(1, sum(WHILE) + 1)
+    cache, once = (EvictingCache(model, small(name), budget=BUDGET) for _ in range(2))
+    for each in (cache, once):
+        loop(model, each, ids[:, :-1].split(WHILE, 1))
+    for _ in range(3):
+        cache.crop(0)
+    assert same(cache, once)
+    one, other = (forward(model, each, ids[:, -1:]) for each in (cache, once))
+    assert torch.equal(one, other)
+    assert same(cache, once)
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "key_norm", "streaming_llm"])
+def test_protected_tokens_stay(name, monkeypatch):
+    model, blocks = tiny(), text(1, sum(WHILE)).split(WHILE, 1)
+    policy = small(name, sinks=2, recent=3, protect_prompt=0.3)
+    _, expected = general(monkeypatch, model, policy, blocks)
+    cache = EvictingCache(model, policy, budget=BUDGET)
+    loop(model, cache, blocks)
+    assert "NoneType" not in kinds(cache)
+    assert all({0, 1, PROMPT - 1, *range(sum(WHILE) - 3, sum(WHILE))} <= set(head) for layer in kept(cache)
+               for head in layer[0].tolist())  # fmt: skip  # one claim
+    assert same(cache, expected)
+
+
+@every_policy
 def test_a_copy_made_while_steps_are_alike_goes_on_apart(name, tmp_path, monkeypatch):
     model, ids = tiny(), text(1, sum(WHILE) + 6)
     blocks, rest = ids[:, : sum(WHILE)].split(WHILE, 1), ids[:, sum(WHILE) :].split(1, 1)
     _, expected = general(monkeypatch, model, small(name), blocks)
     cache = EvictingCache(model, small(name), budget=BUDGET)
     loop(model, cache, blocks)
+    copied = copy.deepcopy(cache)
     cache.save(tmp_path)
-    copied, loaded = copy.deepcopy(cache), EvictingCache.load(model, tmp_path)
+    loaded = EvictingCache.load(model, tmp_path)
     for block in rest:
         one, other, third, reference = (forward(model, each, block) for each in (cache, copied, loaded, expected))
         assert max(float((each - reference).abs().max()) for each in (one, other, third)) < NOISE
@@ -271,6 +299,24 @@ class Lost(H2O):
 
     def score(self, held):
         return held["score"] if int(held.seen) < self.limit else held["score"] * float("nan")
+
+
+def test_reset_helps_although_what_was_seen_cannot_be_settled():
+    model, ids = tiny(), text(1, sum(WHILE) + 1)
+    Lost.limit = 10**6
+    cache = EvictingCache(model, Lost(recent=2), budget=BUDGET)
+    loop(model, cache, ids[:, :-1].split(WHILE, 1))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, cache, ids[:, -1:])
+    handle.remove()
+    Lost.limit = 0
+    cache.reset()
+    assert cache.nbytes == 0
 
 
 def test_a_score_that_is_not_a_number_is_an_error_and_reset_helps():
