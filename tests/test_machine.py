@@ -69,13 +69,14 @@ class Machine(RuleBasedStateMachine):
         name=st.sampled_from(NAMES),
         implementation=st.sampled_from(["sdpa", "eager"]),
         budget=st.sampled_from([6, 9, 0.4, 200]),
-        lengths=st.lists(st.integers(1, 14), min_size=1, max_size=3),
+        lengths=st.lists(st.integers(1, 14), min_size=1, max_size=3) | st.integers(1, 3).map(lambda rows: [9] * rows),
+        every=st.sampled_from([1, 1, 1, 3]),
     )
-    def prompt(self, name: str, implementation: str, budget: float, lengths: list[int]) -> None:
+    def prompt(self, name: str, implementation: str, budget: float, lengths: list[int], every: int) -> None:
         """Rows of different length, padded on the left."""
         self.name, self.budget = name, budget
         self.model = _model(implementation)
-        self.policy = small(name)
+        self.policy = small(name, evict_every=every)
         self.drafts = name != "adaptive_ema" and not (implementation == "eager" and name in OBSERVING)
         self.drawn = 0
         self._begin(lengths)
@@ -113,6 +114,13 @@ class Machine(RuleBasedStateMachine):
     def more(self, queries: int) -> None:
         """A decode step or a turn."""
         self._forward(queries)
+
+    @precondition(lambda self: self.mask.shape[1] < LONGEST)
+    @rule(steps=st.integers(3, 8))
+    def decode(self, steps: int) -> None:
+        """Steps that are all alike, with nobody looking at the books in between."""
+        for _ in range(steps):
+            self._forward(1)
 
     @precondition(lambda self: self.drafts and self.mask.shape[1] < LONGEST)
     @rule(queries=st.integers(1, 5), accepted=st.integers(0, 5))
