@@ -27,7 +27,7 @@ from kvevict.layer import EvictingLayer, Spec
 from kvevict.policies import make_policy
 from kvevict.policies.base import ALL_QUERIES, Policy
 from kvevict.rope import rerotation_for
-from kvevict.steady import Alone, Choir, Member, gather
+from kvevict.steady import Alone, Choir, Member, gather, outside_inference_mode
 
 
 class EvictingCache(Cache):
@@ -469,8 +469,9 @@ class EvictingCache(Cache):
         elif last:
             self._settle_all(layer.crowded)
         if last and self.spec.stacks and isinstance(layer.steady, Alone):
-            self._choirs = gather(self.evicting_layers)
+            self._choirs = [*filter(Choir.sings, self._choirs), *gather(self.evicting_layers)]
 
+    @outside_inference_mode
     def _settle_all(self, crowded: bool) -> None:
         """Evicts from all layers what their votes decide."""
         layers = self.evicting_layers
@@ -483,6 +484,8 @@ class EvictingCache(Cache):
                 rows = choir.choice.held.positions.shape[0] // total.shape[0]
                 choir.evict(-total.repeat(rows, 1)[:, None])
             return
+        for choir in filter(Choir.sings, self._choirs):
+            choir.dissolve()  # it knows only its own votes
         votes = _votes(layers) if crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))

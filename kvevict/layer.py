@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,24 +26,9 @@ from kvevict import drafts, masks, selection, steady
 from kvevict.errors import ObservationError, OptionError, PolicyError, UnsupportedOperationError, WrongModelError
 from kvevict.policies.base import Column, Held, Policy, Rows, at_least, share_of
 from kvevict.rope import Rerotation
+from kvevict.steady import outside_inference_mode
 
 UNBOUNDED = 2**62
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _outside_inference_mode(method: Method) -> Method:
-    """Tensors made under ``torch.inference_mode`` cannot be written in place once it ends; ours must be."""
-
-    @functools.wraps(method)
-    def normal(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return cast(Method, normal)
 
 
 @dataclass
@@ -98,7 +83,7 @@ class Spec:
     @functools.cached_property
     def by_age(self) -> bool:
         """Whether the policy's score is the position and nothing else, so that the oldest goes."""
-        return self._says("by_age", "score")
+        return self._says("by_age", "score", "observe")
 
     @functools.cached_property
     def stacks(self) -> bool:
@@ -253,7 +238,7 @@ class EvictingLayer(CacheLayerMixin):
         """-1: any number of tokens may be seen."""
         return -1
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates nothing but the shapes; memory grows with the tokens that come."""
         batch, heads = key_states.shape[:2]
@@ -368,7 +353,7 @@ class EvictingLayer(CacheLayerMixin):
             "of it (protect_prompt=0.5)"
         )
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def reserve(self, tokens: int) -> None:
         """Finds slots for the new tokens and books them as real; ``learn_padding`` corrects that."""
         self.leave_steady()
@@ -410,11 +395,11 @@ class EvictingLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the new tokens and returns everything held, old and new: (B, H, slots, D) twice."""
-        if self.steady is not None and self.steady.takes(self, key_states):
+        if self.steady is not None and self.steady.takes(self, key_states, value_states):
             return self.steady.arrive(self, key_states, value_states)
         return self._store(key_states, value_states)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def _store(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         batch, _, tokens, _ = key_states.shape
         if not self.reserved:
@@ -546,7 +531,7 @@ class EvictingLayer(CacheLayerMixin):
         shown = masks.causal(self.slot_positions, self.arrived)
         return shown.repeat_interleave(heads // shown.shape[1], 1)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def learn_padding(self, real: Tensor) -> None:
         """Takes the pads among the new tokens out of the books. ``real``: (B | 1, Q) bool."""
         assert self.positions is not None and self.arrived is not None
@@ -739,7 +724,7 @@ class EvictingLayer(CacheLayerMixin):
             stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
         return rank < self.slots - torch.where(live > held.budget, stay, live)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def settle(self, rescore: Callable[[Tensor], Tensor] | None = None) -> None:
         """Evicts down to the budget. ``rescore`` may replace the policy's scores (votes of all layers)."""
         if self.steady is not None:
@@ -747,7 +732,8 @@ class EvictingLayer(CacheLayerMixin):
                 self.steady.settle(self, rescore)
             return
         assert self.keys is not None and self.values is not None
-        if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
+        if self.keys.requires_grad or self.values.requires_grad:
+            # gradients reach this forward's own tokens; the stored ones keep no graph alive
             self.keys, self.values = self.keys.detach(), self.values.detach()
         if self.crowded and self.free is None:  # an empty slot that nobody has taken: nothing came since
             self._evict(self._shown or self.held(), rescore)
@@ -952,7 +938,7 @@ class EvictingLayer(CacheLayerMixin):
 
     # -- batch operations ------------------------------------------------------------------------------------
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def _rows(self, move: Callable[[Tensor], Tensor]) -> None:
         """Applies one change of batch rows to everything that has rows."""
         if not self.is_initialized:

@@ -13,11 +13,12 @@ state first, and the general path goes on from where the layer stands.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +31,23 @@ if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
 
 Rescore = Callable[[Tensor], Tensor]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 TOGETHER = 8
 """Layers that decide together. More save little, and their attention has to be kept until the last one's is there."""
+
+
+def outside_inference_mode(method: Method) -> Method:
+    """Tensors made under ``torch.inference_mode`` cannot be written in place once it ends; ours must be."""
+
+    @functools.wraps(method)
+    def normal(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(Method, normal)
 
 
 class Steady:
@@ -43,12 +58,13 @@ class Steady:
 
     unmasked = False
 
-    def takes(self, layer: EvictingLayer, keys: Tensor) -> bool:
-        """Whether these new keys (B, H, Q, D) are an ordinary step."""
+    def takes(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> bool:
+        """Whether these new keys and values (B, H, Q, D) are an ordinary step."""
         stored = layer.keys
-        assert stored is not None
-        ordinary = keys.shape[2] == 1 and keys.shape[0] == stored.shape[0] and keys.dtype == stored.dtype
-        return ordinary and not (layer.pending or layer.reserved or keys.requires_grad)
+        assert stored is not None and layer.values is not None
+        ordinary = keys.shape[2] == 1 and keys.shape[0] == stored.shape[0] and not (layer.pending or layer.reserved)
+        same = keys.dtype == stored.dtype and values.dtype == layer.values.dtype  # autocast may change either
+        return ordinary and same and not (keys.requires_grad or values.requires_grad)
 
     def arrive(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one token over the free slot; returns all keys, as a fresh view, and all values."""
@@ -75,6 +91,7 @@ class Steady:
         """Writes into the layer's books what was left out of them."""
         raise NotImplementedError
 
+    @outside_inference_mode
     def leave(self, layer: EvictingLayer) -> None:
         """Ends the steady state, of this layer and of those that decide together with it."""
         self.catch_up(layer)
@@ -123,6 +140,7 @@ class Ring(Steady):
         self.at = (self.at + 1) % len(self.slots)
         layer.pending = self.marked = False
 
+    @outside_inference_mode
     def catch_up(self, layer: EvictingLayer) -> None:
         if self.marked:
             return
@@ -321,6 +339,10 @@ class Choir:
     head_size: int
     heard: int = 0
 
+    def sings(self) -> bool:
+        """Whether it was not dissolved."""
+        return bool(vars(self))
+
     def hear(self, number: int) -> None:
         """The attention of one layer is there; after the last one's, the policy is shown all of it."""
         self.heard = number + 1
@@ -345,14 +367,22 @@ class Choir:
         """Frees a slot in each layer, row and head."""
         scores = self.scores() if scores is None else scores
         slot, lowest = self.choice.slot(scores)
-        self.layers[0].check_lowest(lowest, scores)
+        self._check(lowest, scores)
         self.free(slot)
+
+    def _check(self, lowest: Tensor, scores: Tensor) -> None:
+        """Raises PolicyError for the layer whose score is NaN. See ``EvictingLayer.check_scores``."""
+        if lowest.device.type != "cpu":
+            self.layers[0].check_lowest(lowest, scores)  # only remembered here
+        elif lowest.dtype.is_floating_point and bool(lowest.isnan().any()):
+            for layer, own in zip(self.layers, scores.chunk(len(self.layers)), strict=True):
+                layer.check_scores(own)
 
     def votes(self) -> Tensor:
         """How many heads of how many layers would let go of each slot: (B, slots) int64."""
         scores = self.scores()
         slot, lowest = self.choice.slot(scores)
-        self.layers[0].check_lowest(lowest, scores)
+        self._check(lowest, scores)
         batch = self.choice.held.positions.shape[0] // len(self.layers)
         slot = slot.view(len(self.layers), batch, -1).transpose(0, 1).reshape(batch, -1)  # (B, layers * H)
         votes = torch.zeros(batch, self.choice.held.positions.shape[2], dtype=torch.long, device=slot.device)
@@ -420,6 +450,7 @@ def begin(layer: EvictingLayer) -> Steady | None:
     return Alone(choice, torch.full((1, 1), layer.seen - 1, device=held.positions.device))
 
 
+@outside_inference_mode
 def gather(layers: list[EvictingLayer]) -> list[Choir]:
     """Choirs of those neighbouring layers that stand alone and are alike."""
     choirs: list[Choir] = []
@@ -428,7 +459,7 @@ def gather(layers: list[EvictingLayer]) -> list[Choir]:
         members = list(group)
         for first in range(0, len(members), TOGETHER):
             some = members[first : first + TOGETHER]
-            if alike is None or len(some) == 1:
+            if alike is None:
                 continue
             (B, H, slots), G, device, _ = alike
             if room is None or room.shape[1:] != (B * H, G, slots) or room.device != device:
