@@ -296,7 +296,8 @@ class EvictingCache(Cache):
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
-        if self.free and self._maskless and layer.pending and layer.steady is not None and layer.steady.unmasked:
+        unmasked = self.free and self._maskless and layer.steady is not None and layer.steady.unmasked
+        if unmasked and layer.pending and (layer.index == 0 or host.given_no_mask(3)):  # a layer may get its own mask
             layer.settle()  # nobody looks at this attention, and it uses no mask: there is nothing to wait for
             return keys, values
         ticket = observe.Ticket(self, layer, self._maskless)

@@ -230,6 +230,11 @@ def calling_module(depth: int) -> tuple[nn.Module | None, bool, bool]:
     return caller, unused(local), local.get("attention_mask", ...) is None
 
 
+def given_no_mask(depth: int) -> bool:
+    """Whether the module whose forward called us, ``depth`` frames up, was given no mask."""
+    return not torch.compiler.is_compiling() and sys._getframe(depth).f_locals.get("attention_mask", ...) is None
+
+
 def unused(arguments: Mapping[str, Any]) -> bool:
     """Whether ``use_cache=False`` is among an attention module's arguments."""
     return arguments.get("use_cache", (arguments.get("kwargs") or {}).get("use_cache")) is False

@@ -711,7 +711,18 @@ class EvictingLayer(CacheLayerMixin):
             return max(self.slots - bound, self.dead)
         keep = live - int(self.spec.policy.at_once(bound))
         prompt = self.seen if self.prompt is None else self.prompt
-        return self.slots - min(bound, max(keep, self.spec.policy.protected_tokens(bound, prompt)))
+        return self.slots - min(bound, max(keep, int(self._staying(self.seen, bound, prompt))))
+
+    def _staying(self, seen: int | Tensor, budget: int | Tensor, prompt: int | Tensor) -> Tensor:
+        """How many tokens the common protections keep."""
+        policy = self.spec.policy
+        return selection.count_protected(
+            seen=seen,
+            sinks=policy.sinks,
+            recent=policy.recent_for(budget),
+            prompt=prompt,
+            ends=policy.prompt_ends(budget, prompt),
+        )
 
     def going(self, held: Held, order: Tensor, protection: Tensor | None) -> Tensor:
         """Which ranks of ``order``, the first to go first, must go: (B, H, slots) bool."""
@@ -721,7 +732,7 @@ class EvictingLayer(CacheLayerMixin):
         live = (held.positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
         stay = torch.minimum(live - self.spec.policy.at_once(held.budget), torch.as_tensor(held.budget))
         if protection is not None:
-            stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
+            stay = torch.maximum(stay, self._staying(held.seen, held.budget, held.prompt))
         return rank < self.slots - torch.where(live > held.budget, stay, live)
 
     @outside_inference_mode

@@ -462,8 +462,9 @@ def gather(layers: list[EvictingLayer]) -> list[Choir]:
             if alike is None:
                 continue
             (B, H, slots), G, device, _ = alike
-            if room is None or room.shape[1:] != (B * H, G, slots) or room.device != device:
-                room = torch.empty(min(TOGETHER, len(members)), B * H, G, slots, device=device)
+            fits = room is not None and room.shape[1:] == (B * H, G, slots) and room.device == device
+            if room is None or not fits or len(room) < len(some):
+                room = torch.empty(len(some), B * H, G, slots, device=device)
             choirs.append(_choir(some, room[: len(some)]))
     return choirs
 

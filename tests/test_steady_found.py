@@ -141,3 +141,55 @@ def test_a_policy_by_age_that_reads_attention_is_shown_all_of_it():
     plain = EvictingCache(model, SlidingWindow(), budget=BUDGET)
     _decode(model, plain)
     assert all(isinstance(layer.steady, Ring) for layer in plain.evicting_layers)
+
+
+def _masked(module: Any, run: Callable[[], Tensor], columns: int) -> Tensor:
+    """Runs while ``module`` alone is given a mask, which hides every third of the columns."""
+    mask = torch.zeros(1, 1, 1, columns)
+    mask[..., : columns - 1 : 3] = torch.finfo(torch.float32).min
+
+    def give(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": mask}
+
+    handle = module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)
+    try:
+        return run()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "random", "h2o", "adaptive_ema"])
+@pytest.mark.parametrize("number", [0, 1, 3, 9])
+def test_one_layer_may_be_given_a_mask_in_the_middle(monkeypatch, name, number):
+    model = tiny(num_hidden_layers=10)
+    module = model.model.layers[number].self_attn
+
+    def run(cache: EvictingCache) -> list[Tensor]:
+        logits, ids = _decode(model, cache), text(1, 9, seed=2)
+        for index, token in enumerate(ids.split(1, 1)):
+            step = lambda token=token: forward(model, cache, token)  # noqa: E731 - one argument
+            logits.append(_masked(module, step, cache.get_seq_length() + 1) if index in (2, 6) else step())
+        return logits
+
+    _both_ways(monkeypatch, run, model, small(name), tolerance=1e-3)  # as above
+
+
+@pytest.mark.parametrize("budget", [12, 0.4])
+@pytest.mark.parametrize("every", [3, 20])
+@pytest.mark.parametrize("prompt", [3, 11])
+def test_tokens_that_go_together_are_the_same_alone_and_in_a_padded_batch(budget, every, prompt):
+    """Protections that overlap, or whose tokens went before they were protected, count the same for both."""
+    model = tiny(vocab_size=512)
+    policy = H2O(evict_every=every, protect_prompt=0.5, sinks=1, recent=2)
+    ids, longest = text(2, 40, vocabulary=512), 14
+    mask = torch.ones_like(ids)
+    mask[1, : longest - prompt] = 0
+    together, alone = (EvictingCache(model, policy, budget=budget) for _ in range(2))
+    for done in (longest, *range(longest + 1, 41)):
+        start = 0 if done == longest else done - 1
+        forward(model, together, ids[:, start:done], mask[:, :done], positions=True)
+        forward(model, alone, ids[1:, max(start, longest - prompt) : done], positions=True)
+        for one, other in zip(kept(together), kept(alone), strict=True):
+            width = other.shape[-1]
+            assert torch.equal(one[1:, :, :width], other)
+            assert (one[1:, :, width:] == -1).all()
