@@ -220,7 +220,7 @@ class Alone(Steady):
     def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
         slot = layer.slot_to_fill
         assert slot is not None and layer.keys is not None and layer.values is not None
-        layer.arrived = self.newest.add_(1)
+        layer.arrived = self.newest = self.newest + 1  # a new tensor: a policy may have kept the last one
         layer.landed, layer.slot_to_fill = slot, None
         index = slot.unsqueeze(-1)
         layer.keys.scatter_(2, index.expand_as(keys), keys)

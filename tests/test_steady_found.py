@@ -193,3 +193,25 @@ def test_tokens_that_go_together_are_the_same_alone_and_in_a_padded_batch(budget
             width = other.shape[-1]
             assert torch.equal(one[1:, :, :width], other)
             assert (one[1:, :, width:] == -1).all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping(H2O):
+    """H2O that keeps what it was shown, and what that was at the time."""
+
+    name: ClassVar[str] = "keeping"
+    shown: ClassVar[list[tuple[Rows, Tensor, Tensor]]] = []
+
+    def observe(self, held: Held, rows: Rows) -> None:
+        """As H2O, and keeps the rows."""
+        self.shown.append((rows, rows.positions.clone(), rows.weights.clone()))
+        super().observe(held, rows)
+
+
+def test_rows_that_a_policy_keeps_stay_as_they_were_shown():
+    model = tiny()
+    _decode(model, EvictingCache(model, Keeping(), budget=BUDGET))
+    assert len(Keeping.shown) >= 3 * STEPS
+    for rows, positions, weights in Keeping.shown:
+        assert torch.equal(rows.positions, positions)
+        assert torch.equal(rows.weights, weights)
