@@ -23,6 +23,7 @@ from kvevict.errors import (
     UnsupportedOperationError,
     WrongModelError,
 )
+from kvevict.inference import outside_inference_mode
 from kvevict.layer import EvictingLayer, Spec
 from kvevict.offloaded import OffloadedLayer
 from kvevict.policies import make_policy
@@ -498,8 +499,9 @@ class EvictingCache(Cache):
         elif last:
             self._settle_all(layer.crowded)
         if last and self.spec.stacks and isinstance(layer.steady, Alone):
-            self._choirs = [choir for choir in self._choirs if vars(choir)] + gather(self.evicting_layers)
+            self._choirs = [*filter(Choir.sings, self._choirs), *gather(self.evicting_layers)]
 
+    @outside_inference_mode
     def _settle_all(self, crowded: bool) -> None:
         """Evicts from all layers what their votes decide."""
         layers = self.evicting_layers
@@ -512,9 +514,8 @@ class EvictingCache(Cache):
                 rows = choir.choice.held.positions.shape[0] // total.shape[0]
                 choir.evict(-total.repeat(rows, 1)[:, None])
             return
-        for each in layers:
-            if isinstance(each.steady, Member):
-                each.leave_steady()  # some layer decides for itself, so all do
+        for choir in filter(Choir.sings, self._choirs):
+            choir.dissolve()  # it knows only its own votes
         votes = _votes(layers) if crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))

@@ -164,6 +164,7 @@ def is_plain(kernel: Callable[..., Any], query: Tensor, arguments: Mapping[str, 
     return (
         kernel is sdpa_attention_forward
         and not query.requires_grad
+        and not torch.is_autocast_enabled(query.device.type)  # it would compute our scores in half precision
         and not arguments.get("dropout")
         and all(arguments.get(name) is None for name in _BESIDES)
     )

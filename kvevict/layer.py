@@ -83,7 +83,7 @@ class Spec:
     @functools.cached_property
     def by_age(self) -> bool:
         """Whether the policy's score is the position and nothing else, so that the oldest goes."""
-        return self._says("by_age", "score")
+        return self._says("by_age", "score", "observe")
 
     @functools.cached_property
     def stacks(self) -> bool:
@@ -397,7 +397,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores the new tokens and returns everything held, old and new: (B, H, slots, D) twice."""
-        if self.steady is not None and self.steady.takes(self, key_states):
+        if self.steady is not None and self.steady.takes(self, key_states, value_states):
             return self.steady.arrive(self, key_states, value_states)
         return self._store(key_states, value_states)
 
@@ -714,7 +714,18 @@ class EvictingLayer(CacheLayerMixin):
             return max(self.slots - bound, self.dead)
         keep = live - int(self.spec.policy.at_once(bound))
         prompt = self.seen if self.prompt is None else self.prompt
-        return self.slots - min(bound, max(keep, self.spec.policy.protected_tokens(bound, prompt)))
+        return self.slots - min(bound, max(keep, int(self._staying(self.seen, bound, prompt))))
+
+    def _staying(self, seen: int | Tensor, budget: int | Tensor, prompt: int | Tensor) -> Tensor:
+        """How many tokens the common protections keep."""
+        policy = self.spec.policy
+        return selection.count_protected(
+            seen=seen,
+            sinks=policy.sinks,
+            recent=policy.recent_for(budget),
+            prompt=prompt,
+            ends=policy.prompt_ends(budget, prompt),
+        )
 
     def going(self, held: Held, order: Tensor, protection: Tensor | None) -> Tensor:
         """Which ranks of ``order``, the first to go first, must go: (B, H, slots) bool."""
@@ -724,7 +735,7 @@ class EvictingLayer(CacheLayerMixin):
         live = (held.positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
         stay = torch.minimum(live - self.spec.policy.at_once(held.budget), torch.as_tensor(held.budget))
         if protection is not None:
-            stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
+            stay = torch.maximum(stay, self._staying(held.seen, held.budget, held.prompt))
         return rank < self.slots - torch.where(live > held.budget, stay, live)
 
     @outside_inference_mode
@@ -735,7 +746,8 @@ class EvictingLayer(CacheLayerMixin):
                 self.steady.settle(self, rescore)
             return
         assert self.keys is not None and self.values is not None
-        if self.keys.requires_grad:  # gradients reach this forward's own tokens; the stored ones keep no graph alive
+        if self.keys.requires_grad or self.values.requires_grad:
+            # gradients reach this forward's own tokens; the stored ones keep no graph alive
             self.keys, self.values = self.keys.detach(), self.values.detach()
         if self.crowded and self.free is None:  # an empty slot that nobody has taken: nothing came since
             self._evict(self._shown or self.held(), rescore)

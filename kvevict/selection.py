@@ -42,6 +42,26 @@ def protected(
     return kept & (positions >= 0) if may_be_empty else kept
 
 
+def count_protected(
+    *,
+    seen: int | Tensor,
+    sinks: int,
+    recent: int | Tensor,
+    prompt: int | Tensor = 0,
+    ends: tuple[int | Tensor, int | Tensor] | None = None,
+) -> Tensor:
+    """How many tokens ``protected`` would find if all that were seen were held, by the same numbers.
+
+    Unlike a count of what is held, it is the same in every head, and for a row alone and among others.
+    """
+    at, over, newest = torch.as_tensor(seen), torch.as_tensor(prompt), torch.as_tensor(recent)
+    head, tail = (0, 0) if ends is None else ends
+    first = torch.minimum(torch.minimum(torch.as_tensor(head), over).clamp_min(sinks), at)  # tokens of the start
+    late = torch.maximum(at - newest, first)  # where the newest ones begin
+    middle = torch.minimum(over, late) - torch.maximum(over - torch.as_tensor(tail), first)
+    return first + middle.clamp_min(0) + at - late
+
+
 def pick_victim(scores: Tensor, positions: Tensor, protection: Tensor | None, *, may_be_empty: bool) -> Tensor:
     """The one slot to free in each row and head: (B, H, 1) indices.
 

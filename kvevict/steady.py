@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
 
 Rescore = Callable[[Tensor], Tensor]
-
 TOGETHER = 16
 """Layers that decide together. Their attention is kept until the last one's is there: 1 to 2 % of the cache."""
 
@@ -44,12 +43,13 @@ class Steady:
 
     unmasked = False
 
-    def takes(self, layer: EvictingLayer, keys: Tensor) -> bool:
-        """Whether these new keys (B, H, Q, D) are an ordinary step."""
+    def takes(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> bool:
+        """Whether these new keys and values (B, H, Q, D) are an ordinary step."""
         stored = layer.keys
-        assert stored is not None
-        ordinary = keys.shape[2] == 1 and keys.shape[0] == stored.shape[0] and keys.dtype == stored.dtype
-        return ordinary and not (layer.pending or layer.reserved or keys.requires_grad)
+        assert stored is not None and layer.values is not None
+        ordinary = keys.shape[2] == 1 and keys.shape[0] == stored.shape[0] and not (layer.pending or layer.reserved)
+        same = keys.dtype == stored.dtype and values.dtype == layer.values.dtype  # autocast may change either
+        return ordinary and same and not (keys.requires_grad or values.requires_grad)
 
     def arrive(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one token over the free slot; returns all keys, as a fresh view, and all values."""
@@ -76,6 +76,7 @@ class Steady:
         """Writes into the layer's books what was left out of them."""
         raise NotImplementedError
 
+    @outside_inference_mode
     def leave(self, layer: EvictingLayer) -> None:
         """Ends the steady state, of this layer and of those that decide together with it."""
         self.catch_up(layer)
@@ -124,6 +125,7 @@ class Ring(Steady):
         self.at = (self.at + 1) % len(self.slots)
         layer.pending = self.marked = False
 
+    @outside_inference_mode
     def catch_up(self, layer: EvictingLayer) -> None:
         if self.marked:
             return
@@ -203,7 +205,7 @@ class Alone(Steady):
     def write(self, layer: EvictingLayer, keys: Tensor, values: Tensor) -> None:
         slot = layer.slot_to_fill
         assert slot is not None and layer.keys is not None and layer.values is not None
-        layer.arrived = self.newest.add_(1)
+        layer.arrived = self.newest = self.newest + 1  # a new tensor: a policy may have kept the last one
         layer.landed, layer.slot_to_fill = slot, None
         index = slot.unsqueeze(-1)
         layer.keys.scatter_(2, index.expand_as(keys), keys)
@@ -323,6 +325,10 @@ class Choir:
     head_size: int
     heard: int = 0
 
+    def sings(self) -> bool:
+        """Whether it was not dissolved."""
+        return bool(vars(self))
+
     def hear(self, number: int) -> None:
         """The attention of one layer is there; after the last one's, the policy is shown all of it."""
         self.heard = number + 1
@@ -347,14 +353,22 @@ class Choir:
         """Frees a slot in each layer, row and head."""
         scores = self.scores() if scores is None else scores
         slot, lowest = self.choice.slot(scores)
-        self.layers[0].check_lowest(lowest, scores)
+        self._check(lowest, scores)
         self.free(slot)
+
+    def _check(self, lowest: Tensor, scores: Tensor) -> None:
+        """Raises PolicyError for the layer whose score is NaN. See ``EvictingLayer.check_scores``."""
+        if lowest.device.type != "cpu":
+            self.layers[0].check_lowest(lowest, scores)  # only remembered here
+        elif lowest.dtype.is_floating_point and bool(lowest.isnan().any()):
+            for layer, own in zip(self.layers, scores.chunk(len(self.layers)), strict=True):
+                layer.check_scores(own)
 
     def votes(self) -> Tensor:
         """How many heads of how many layers would let go of each slot: (B, slots) int64."""
         scores = self.scores()
         slot, lowest = self.choice.slot(scores)
-        self.layers[0].check_lowest(lowest, scores)
+        self._check(lowest, scores)
         batch = self.choice.held.positions.shape[0] // len(self.layers)
         slot = slot.view(len(self.layers), batch, -1).transpose(0, 1).reshape(batch, -1)  # (B, layers * H)
         votes = torch.zeros(batch, self.choice.held.positions.shape[2], dtype=torch.long, device=slot.device)
@@ -438,8 +452,9 @@ def gather(layers: list[EvictingLayer]) -> list[Choir]:
             if alike is None:
                 continue
             (B, H, slots), G, device, _ = alike
-            if room is None or room.shape[1:] != (B * H, G, slots) or room.device != device:
-                room = torch.empty(min(TOGETHER, len(members)), B * H, G, slots, device=device)
+            fits = room is not None and room.shape[1:] == (B * H, G, slots) and room.device == device
+            if room is None or not fits or len(room) < len(some):
+                room = torch.empty(len(some), B * H, G, slots, device=device)
             choirs.append(_choir(some, room[: len(some)]))
     return choirs
 

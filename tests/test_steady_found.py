@@ -1,0 +1,217 @@
+"""Decoding at a full cache where something is out of the ordinary, against the path that takes everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers import BUDGET, NOISE, PROMPT, forward, kept, small, text, tiny
+from torch import Tensor
+
+from kvevict import EvictingCache, Held, PolicyError, Rows, host, steady
+from kvevict.policies import H2O, SlidingWindow
+from kvevict.steady import Member, Ring
+
+STEPS = 12
+
+
+def _decode(model: Any, cache: EvictingCache, rows: int = 1, steps: int = STEPS) -> list[Tensor]:
+    """Logits of a prompt and of decode steps."""
+    ids = text(rows, PROMPT + steps)
+    return [forward(model, cache, block) for block in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))]
+
+
+def _both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[EvictingCache], list[Tensor]], model: Any, policy: Any,
+               tolerance: float = NOISE) -> EvictingCache:  # fmt: skip  # one call
+    """Runs in the steady state, then without one: logits and kept tokens must agree. Returns the first cache."""
+    ours = EvictingCache(model, policy, budget=BUDGET)
+    got = run(ours)
+    with monkeypatch.context() as patch:
+        patch.setattr(steady, "begin", lambda layer: None)
+        general = EvictingCache(model, policy, budget=BUDGET)
+        expected = run(general)
+    for one, other in zip(got, expected, strict=True):
+        assert (one.float() - other.float()).abs().max() < tolerance
+    assert all(torch.equal(*pair) for pair in zip(kept(ours), kept(general), strict=True))
+    return ours
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "adaptive_ema"])
+@pytest.mark.parametrize("layers", [1, 8, 9])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_any_number_of_layers_decides_together(monkeypatch, name, layers, rows):
+    model = tiny(num_hidden_layers=layers)
+    # nine layers of weights four times as large add up the noise of each
+    cache = _both_ways(monkeypatch, lambda c: _decode(model, c, rows), model, small(name), tolerance=1e-3)
+    assert all(isinstance(layer.steady, Member) for layer in cache.evicting_layers)
+
+
+@pytest.mark.parametrize("name", ["h2o", "adaptive_ema", "sliding_window", "pyramidkv"])
+def test_what_inference_mode_decoded_goes_on_outside_of_it(monkeypatch, name):
+    model = tiny()
+
+    def run(cache: EvictingCache) -> list[Tensor]:
+        ids = text(1, PROMPT + 12)
+        with torch.inference_mode():
+            for block in (ids[:, :PROMPT], *ids[:, PROMPT : PROMPT + 6].split(1, 1)):
+                model(block, **{host.cache_argument(model): cache})
+            kept(cache)
+        return [forward(model, cache, block) for block in ids[:, PROMPT + 6 :].split(1, 1)]
+
+    _both_ways(monkeypatch, run, model, small(name))
+
+
+@pytest.mark.parametrize("name", ["h2o", "sliding_window", "random"])
+def test_a_step_whose_values_alone_carry_gradients_keeps_no_graph(name):
+    model = tiny()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.model.layers[0].self_attn.v_proj.weight.requires_grad_(True)
+    cache = EvictingCache(model, small(name), budget=BUDGET)
+    _decode(model, cache)
+    for token in text(1, 3, seed=2).split(1, 1):
+        model(token, **{host.cache_argument(model): cache}).logits.sum().backward()
+        assert not any(tensor.requires_grad for layer in cache.evicting_layers for tensor in layer.tensors())
+    assert model.model.layers[0].self_attn.v_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["h2o", "adaptive_ema", "random", "sliding_window"])
+def test_autocast_may_come_and_go(monkeypatch, name):
+    model = tiny()
+
+    def run(cache: EvictingCache) -> list[Tensor]:
+        _decode(model, cache)
+        ids = text(1, 8, seed=2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = [forward(model, cache, token) for token in ids[:, :4].split(1, 1)]
+        return [*logits, *(forward(model, cache, token) for token in ids[:, 4:].split(1, 1))]
+
+    _both_ways(monkeypatch, run, model, small(name), tolerance=0.5)  # bfloat16, as in test_contract
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotANumber(H2O):
+    """H2O that loses one number of the last row of the layer, from some token on."""
+
+    name: ClassVar[str] = "not_a_number"
+    stacks: ClassVar[bool] = True
+    recent: int | None = 2
+
+    def score(self, held: Held) -> Tensor:
+        scores = held["score"].clone()
+        if held.seen > PROMPT + 8:
+            scores[-1] = float("nan")
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_score_that_is_no_number_names_its_layer(rows):
+    model = tiny()
+    cache = EvictingCache(model, NotANumber(), budget=BUDGET)
+    _decode(model, cache, rows, steps=8)
+    assert isinstance(cache.evicting_layers[0].steady, Member)
+    with pytest.raises(PolicyError, match="layer 2 with NaN"):
+        forward(model, cache, text(rows, 1, seed=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching(SlidingWindow):
+    """A sliding window that counts the attention it is shown."""
+
+    name: ClassVar[str] = "watching"
+    seen: ClassVar[list[float]] = []
+
+    @property
+    def queries(self) -> int:
+        """The newest."""
+        return 1
+
+    def observe(self, held: Held, rows: Rows) -> None:
+        """Writes down that it was shown some."""
+        self.seen.append(float(rows.weights.sum()))
+
+
+def test_a_policy_by_age_that_reads_attention_is_shown_all_of_it():
+    model = tiny()
+    _decode(model, EvictingCache(model, Watching(), budget=BUDGET))
+    assert len(Watching.seen) == (1 + STEPS) * model.config.num_hidden_layers
+    plain = EvictingCache(model, SlidingWindow(), budget=BUDGET)
+    _decode(model, plain)
+    assert all(isinstance(layer.steady, Ring) for layer in plain.evicting_layers)
+
+
+def _masked(module: Any, run: Callable[[], Tensor], columns: int) -> Tensor:
+    """Runs while ``module`` alone is given a mask, which hides every third of the columns."""
+    mask = torch.zeros(1, 1, 1, columns)
+    mask[..., : columns - 1 : 3] = torch.finfo(torch.float32).min
+
+    def give(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": mask}
+
+    handle = module.register_forward_pre_hook(give, with_kwargs=True, prepend=True)
+    try:
+        return run()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "random", "h2o", "adaptive_ema"])
+@pytest.mark.parametrize("number", [0, 1, 3, 9])
+def test_one_layer_may_be_given_a_mask_in_the_middle(monkeypatch, name, number):
+    model = tiny(num_hidden_layers=10)
+    module = model.model.layers[number].self_attn
+
+    def run(cache: EvictingCache) -> list[Tensor]:
+        logits, ids = _decode(model, cache), text(1, 9, seed=2)
+        for index, token in enumerate(ids.split(1, 1)):
+            step = lambda token=token: forward(model, cache, token)  # noqa: E731 - one argument
+            logits.append(_masked(module, step, cache.get_seq_length() + 1) if index in (2, 6) else step())
+        return logits
+
+    _both_ways(monkeypatch, run, model, small(name), tolerance=1e-3)  # as above
+
+
+@pytest.mark.parametrize("budget", [12, 0.4])
+@pytest.mark.parametrize("every", [3, 20])
+@pytest.mark.parametrize("prompt", [3, 11])
+def test_tokens_that_go_together_are_the_same_alone_and_in_a_padded_batch(budget, every, prompt):
+    """Protections that overlap, or whose tokens went before they were protected, count the same for both."""
+    model = tiny(vocab_size=512)
+    policy = H2O(evict_every=every, protect_prompt=0.5, sinks=1, recent=2)
+    ids, longest = text(2, 40, vocabulary=512), 14
+    mask = torch.ones_like(ids)
+    mask[1, : longest - prompt] = 0
+    together, alone = (EvictingCache(model, policy, budget=budget) for _ in range(2))
+    for done in (longest, *range(longest + 1, 41)):
+        start = 0 if done == longest else done - 1
+        forward(model, together, ids[:, start:done], mask[:, :done], positions=True)
+        forward(model, alone, ids[1:, max(start, longest - prompt) : done], positions=True)
+        for one, other in zip(kept(together), kept(alone), strict=True):
+            width = other.shape[-1]
+            assert torch.equal(one[1:, :, :width], other)
+            assert (one[1:, :, width:] == -1).all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping(H2O):
+    """H2O that keeps what it was shown, and what that was at the time."""
+
+    name: ClassVar[str] = "keeping"
+    shown: ClassVar[list[tuple[Rows, Tensor, Tensor]]] = []
+
+    def observe(self, held: Held, rows: Rows) -> None:
+        """As H2O, and keeps the rows."""
+        self.shown.append((rows, rows.positions.clone(), rows.weights.clone()))
+        super().observe(held, rows)
+
+
+def test_rows_that_a_policy_keeps_stay_as_they_were_shown():
+    model = tiny()
+    _decode(model, EvictingCache(model, Keeping(), budget=BUDGET))
+    assert len(Keeping.shown) >= 3 * STEPS
+    for rows, positions, weights in Keeping.shown:
+        assert torch.equal(rows.positions, positions)
+        assert torch.equal(rows.weights, weights)
