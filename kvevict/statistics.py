@@ -48,7 +48,7 @@ def attention_rows(
         block = query if b - a == Q else query[:, :, a:b]
         block = block.reshape(B * H, G * (b - a), D).float() * scaling
         seen = keys if slots == L else keys.narrow(2, 0, slots)
-        logits = torch.bmm(block, seen.reshape(B * H, slots, D).float().transpose(1, 2)).view(B, H, G, b - a, slots)
+        logits = _product(block, seen.reshape(B * H, slots, D).float().transpose(1, 2)).view(B, H, G, b - a, slots)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         shown = None
@@ -74,6 +74,14 @@ def attention_rows(
             attended = torch.bmm(part, values.narrow(2, 0, slots).reshape(B * H, slots, -1))
             output[:, a:b] = attended.view(B, H, G, b - a, -1).permute(0, 3, 1, 2, 4).reshape(B, b - a, heads, -1)
         yield a, weights
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """``torch.bmm`` of float32 tensors in float32, under autocast too."""
+    if not torch.is_autocast_enabled(one.device.type):
+        return torch.bmm(one, other)
+    with torch.autocast(one.device.type, enabled=False):
+        return torch.bmm(one, other)
 
 
 def attend(
