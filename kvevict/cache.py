@@ -93,12 +93,7 @@ class EvictingCache(Cache):
                 f"{type(model).__name__} has no layer that keeps the keys and values of every token: there is nothing "
                 "to evict. Use transformers' own cache"
             )
-        if fused_prefill and (chosen.queries != ALL_QUERIES or host.implementation(model) != "sdpa"):
-            raise OptionError(
-                f"fused_prefill=True with policy {chosen.name!r} under {host.implementation(model)!r} attention: it is "
-                "for policies that read the attention of every query, and for 'sdpa'. Leave it out, or call "
-                "model.set_attn_implementation('sdpa') first"
-            )
+        _check_fused(fused_prefill, chosen, model)
         spec = Spec(chosen, tokens, len(evicting))
         _check_protection(spec)
         if getattr(chosen, "positions", "original") == "cache":
@@ -245,6 +240,7 @@ class EvictingCache(Cache):
             )
         elif known is not model:
             raise WrongModelError("this cache belongs to another model: build an EvictingCache for this one")
+        _check_fused(self.fused_prefill, self.policy, model)
         self._bind(model)
         return self
 
@@ -269,18 +265,18 @@ class EvictingCache(Cache):
         policy: Policy | None = None,
         *,
         offloading: bool = False,
+        fused_prefill: bool = False,
     ) -> EvictingCache:
         """The cache that ``save`` wrote to a folder, for the same model; it continues where the saved one stood.
 
         policy: needed for a policy that is not registered: an instance with the options it had.
-        offloading: as for a new cache; it is not saved.
+        offloading, fused_prefill: as for a new cache; they are not saved.
         Raises StoredCacheError for files that cannot be read, and WrongModelError for another model's.
         """
         policy, budget, states = storage.read(Path(path), model, policy)
         options = next((state["storage"] for state in states if "storage" in state), None)
-        cache = cls(
-            model, policy, budget, storage=None if options is None else Quantized(**options), offloading=offloading
-        )
+        packed = None if options is None else Quantized(**options)
+        cache = cls(model, policy, budget, storage=packed, offloading=offloading, fused_prefill=fused_prefill)
         for layer, state in zip(cache.layers, states, strict=True):
             if isinstance(layer, EvictingLayer):
                 layer.restore(state)
@@ -560,6 +556,18 @@ def _no_drafts(spec: Spec, free: bool, base: str) -> str | None:
             "before building the cache)"
         )
     return None
+
+
+def _check_fused(fused: bool, policy: Policy, model: torch.nn.Module) -> None:
+    """Raises OptionError if a pass over a prompt cannot be saved."""
+    if not isinstance(fused, bool):
+        raise OptionError(f"fused_prefill={fused!r}: expected True or False")
+    if fused and (policy.queries != ALL_QUERIES or host.implementation(model) != "sdpa"):
+        raise OptionError(
+            f"fused_prefill=True with policy {policy.name!r} under {host.implementation(model)!r} attention: it is for "
+            "policies that read the attention of every query, and for 'sdpa'. Leave it out, or call "
+            "model.set_attn_implementation('sdpa') first"
+        )
 
 
 def check_budget(budget: int | float) -> int | float:

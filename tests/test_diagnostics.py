@@ -269,7 +269,10 @@ def test_the_command_writes_rows_heads_and_what_is_held(reader, words, tmp_path,
     ]
     assert all(row["model"] == str(reader) and row["revision"].startswith("sha256:") for row in rows)
     assert all(row["dtype"] == "float32" and row["text"] == "words.txt" and row["seed"] == 5 for row in rows)
-    assert "sinks=2" in rows[1]["options"] and "sinks=2, recent=0, protect_prompt=None, evict_every=1, seed=5" in rows[3]["options"]
+    assert (
+        "sinks=2" in rows[1]["options"]
+        and "sinks=2, recent=0, protect_prompt=None, evict_every=1, seed=5" in rows[3]["options"]
+    )
     markdown = (tmp_path / "out" / "results.md").read_text("utf-8")
     for row in rows:
         assert f"{row['retained']:.4f}" in printed and f"{row['retained']:.4f}" in markdown

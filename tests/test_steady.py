@@ -448,3 +448,17 @@ def test_one_pass_over_a_prompt_takes_the_place_of_sdpa(monkeypatch):
 def test_one_pass_is_refused_where_it_would_change_nothing(name, implementation):
     with pytest.raises(OptionError, match="fused_prefill=True with policy"):
         EvictingCache(tiny(implementation), name, budget=BUDGET, fused_prefill=True)
+
+
+def test_one_pass_is_an_option_of_loading_and_is_checked_when_a_model_is_attached(tmp_path):
+    model = tiny()
+    cache = EvictingCache(model, "h2o", budget=BUDGET, fused_prefill=True)
+    forward(model, cache, text())
+    cache.save(tmp_path)
+    assert EvictingCache.load(model, tmp_path, fused_prefill=True).fused_prefill
+    assert not EvictingCache.load(model, tmp_path).fused_prefill
+    model.set_attn_implementation("eager")
+    with pytest.raises(OptionError, match="under 'eager' attention"):
+        cache.attach(model)
+    with pytest.raises(OptionError, match="fused_prefill=1"):
+        EvictingCache(tiny(), "h2o", budget=BUDGET, fused_prefill=1)

@@ -90,7 +90,8 @@ class Held:
 class Rows:
     """Attention rows of consecutive queries, oldest first.
 
-    weights:   (B, H, G, Q, L) softmax weights, zero where a query may not look and in the rows of pads.
+    weights:   (B, H, G, Q, L) softmax weights, zero where a query may not look and in the rows of pads. The tensor may
+        be used again: copy what you keep.
     positions: (B, Q) int64, each query's own position; -1 marks a pad.
     """
 
