@@ -24,19 +24,33 @@ def _decode(model: Any, cache: EvictingCache, rows: int = 1, steps: int = STEPS)
     return [forward(model, cache, block) for block in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))]
 
 
-def _both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[EvictingCache], list[Tensor]], model: Any, policy: Any,
-               tolerance: float = NOISE) -> EvictingCache:  # fmt: skip  # one call
-    """Runs in the steady state, then without one: logits and kept tokens must agree. Returns the first cache."""
+def _both_ways(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[EvictingCache], list[Tensor]], model: Any, policy: Any
+) -> tuple[float, EvictingCache, EvictingCache]:
+    """Runs in the steady state, then without one: the largest difference of their logits, and both caches."""
     ours = EvictingCache(model, policy, budget=BUDGET)
     got = run(ours)
     with monkeypatch.context() as patch:
         patch.setattr(steady, "begin", lambda layer: None)
         general = EvictingCache(model, policy, budget=BUDGET)
         expected = run(general)
-    for one, other in zip(got, expected, strict=True):
-        assert (one.float() - other.float()).abs().max() < tolerance
-    assert all(torch.equal(*pair) for pair in zip(kept(ours), kept(general), strict=True))
-    return ours
+    assert _kinds(general) == {"NoneType"}
+    worst = max(float((one.float() - other.float()).abs().max()) for one, other in zip(got, expected, strict=True))
+    return worst, ours, general
+
+
+def _kinds(cache: EvictingCache) -> set[str]:
+    """What the layers are in the steady state."""
+    return {type(layer.steady).__name__ for layer in cache.evicting_layers}
+
+
+def _same_tokens(one: EvictingCache, other: EvictingCache) -> bool:
+    return all(torch.equal(*pair) for pair in zip(kept(one), kept(other), strict=True))
+
+
+def _is_steady(cache: EvictingCache, name: str) -> bool:
+    """Whether every layer takes the cheap step that this policy's layers take."""
+    return _kinds(cache) == {{"sliding_window": "Ring", "random": "Alone"}.get(name, "Member")}
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "adaptive_ema"])
@@ -44,24 +58,30 @@ def _both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[EvictingCache], l
 @pytest.mark.parametrize("rows", [1, 2])
 def test_any_number_of_layers_decides_together(monkeypatch, name, layers, rows):
     model = tiny(num_hidden_layers=layers)
-    # nine layers of weights four times as large add up the noise of each
-    cache = _both_ways(monkeypatch, lambda c: _decode(model, c, rows), model, small(name), tolerance=1e-3)
-    assert all(isinstance(layer.steady, Member) for layer in cache.evicting_layers)
+    worst, cache, general = _both_ways(monkeypatch, lambda c: _decode(model, c, rows), model, small(name))
+    assert worst < 1e-3  # nine layers of weights four times as large add up the noise of each
+    assert _same_tokens(cache, general)
+    assert _is_steady(cache, name)
 
 
 @pytest.mark.parametrize("name", ["h2o", "adaptive_ema", "sliding_window", "pyramidkv"])
 def test_what_inference_mode_decoded_goes_on_outside_of_it(monkeypatch, name):
-    model = tiny()
+    model, steady_inside = tiny(), []
 
     def run(cache: EvictingCache) -> list[Tensor]:
         ids = text(1, PROMPT + 12)
         with torch.inference_mode():
             for block in (ids[:, :PROMPT], *ids[:, PROMPT : PROMPT + 6].split(1, 1)):
                 model(block, **{host.cache_argument(model): cache})
+            steady_inside.append(_is_steady(cache, name))
             kept(cache)
         return [forward(model, cache, block) for block in ids[:, PROMPT + 6 :].split(1, 1)]
 
-    _both_ways(monkeypatch, run, model, small(name))
+    worst, cache, general = _both_ways(monkeypatch, run, model, small(name))
+    assert worst < NOISE
+    assert _same_tokens(cache, general)
+    assert steady_inside == [True, False]
+    assert _is_steady(cache, name)
 
 
 @pytest.mark.parametrize("name", ["h2o", "sliding_window", "random"])
@@ -80,16 +100,21 @@ def test_a_step_whose_values_alone_carry_gradients_keeps_no_graph(name):
 
 @pytest.mark.parametrize("name", ["h2o", "adaptive_ema", "random", "sliding_window"])
 def test_autocast_may_come_and_go(monkeypatch, name):
-    model = tiny()
+    model, steady_before = tiny(), []
 
     def run(cache: EvictingCache) -> list[Tensor]:
         _decode(model, cache)
+        steady_before.append(_is_steady(cache, name))
         ids = text(1, 8, seed=2)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = [forward(model, cache, token) for token in ids[:, :4].split(1, 1)]
         return [*logits, *(forward(model, cache, token) for token in ids[:, 4:].split(1, 1))]
 
-    _both_ways(monkeypatch, run, model, small(name), tolerance=0.5)  # bfloat16, as in test_contract
+    worst, cache, general = _both_ways(monkeypatch, run, model, small(name))
+    assert worst < 0.5  # bfloat16, as in test_contract
+    assert _same_tokens(cache, general)
+    assert steady_before == [True, False]
+    assert _is_steady(cache, name)  # and again, once autocast is over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +186,22 @@ def _masked(module: Any, run: Callable[[], Tensor], columns: int) -> Tensor:
 @pytest.mark.parametrize("name", ["sliding_window", "random", "h2o", "adaptive_ema"])
 @pytest.mark.parametrize("number", [0, 1, 3, 9])
 def test_one_layer_may_be_given_a_mask_in_the_middle(monkeypatch, name, number):
-    model = tiny(num_hidden_layers=10)
+    model, steady_before = tiny(num_hidden_layers=10), []
     module = model.model.layers[number].self_attn
 
     def run(cache: EvictingCache) -> list[Tensor]:
         logits, ids = _decode(model, cache), text(1, 9, seed=2)
+        steady_before.append(_is_steady(cache, name))
         for index, token in enumerate(ids.split(1, 1)):
             step = lambda token=token: forward(model, cache, token)  # noqa: E731 - one argument
             logits.append(_masked(module, step, cache.get_seq_length() + 1) if index in (2, 6) else step())
         return logits
 
-    _both_ways(monkeypatch, run, model, small(name), tolerance=1e-3)  # as above
+    worst, cache, general = _both_ways(monkeypatch, run, model, small(name))
+    assert worst < 1e-3  # as above
+    assert _same_tokens(cache, general)
+    assert steady_before == [True, False]
+    assert "NoneType" not in _kinds(cache)  # the mask did not end it for good
 
 
 @pytest.mark.parametrize("budget", [12, 0.4])
