@@ -222,9 +222,7 @@ class EvictingLayer(CacheLayerMixin):
     def _begin_columns(self, slot: Tensor) -> None:
         for name, column in self.columns.items():
             state = self.state[name]
-            extra = state.dim() - 3
-            index = slot.view(*slot.shape, *(1,) * extra).expand(-1, -1, 1, *state.shape[3:]) if extra else slot
-            state.scatter_(2, index, column.fill)
+            state.scatter_(2, selection.per_slot(slot, state), column.fill)
 
     # -- what transformers asks ------------------------------------------------------------------------------
 
@@ -435,9 +433,7 @@ class EvictingLayer(CacheLayerMixin):
         if self.landed is None:
             stored[:, :, self.slots - self.fresh : self.slots] = new
             return
-        index = self.landed
-        if stored.dim() > 3:
-            index = index.view(*index.shape, *(1,) * (stored.dim() - 3)).expand(-1, -1, 1, *stored.shape[3:])
+        index = selection.per_slot(self.landed, stored)
         stored.scatter_(2, index, (new if new.shape == index.shape else new.expand_as(index)).to(stored.dtype))
 
     def _grow(self, needed: int) -> None:
@@ -1002,5 +998,4 @@ def _resized(tensor: Tensor, used: int, capacity: int, fill: float | None = None
 def gathered(tensor: Tensor | None, index: Tensor) -> Tensor:
     """tensor (B, H, slots, ...) at index (B, H, n)."""
     assert tensor is not None
-    wide = index.view(*index.shape, *(1,) * (tensor.dim() - 3))
-    return tensor.gather(2, wide.expand(*index.shape, *tensor.shape[3:]))
+    return tensor.gather(2, selection.per_slot(index, tensor))

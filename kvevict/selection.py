@@ -62,6 +62,12 @@ def count_protected(
     return first + middle.clamp_min(0) + at - late
 
 
+def per_slot(index: Tensor, stored: Tensor) -> Tensor:
+    """``index`` (B, H, n) for ``gather`` and ``scatter`` along the slots of ``stored`` (B, H, slots, ...)."""
+    extra = stored.dim() - 3
+    return index.view(*index.shape, *(1,) * extra).expand(*index.shape, *stored.shape[3:]) if extra else index
+
+
 def pick_victim(scores: Tensor, positions: Tensor, protection: Tensor | None, *, may_be_empty: bool) -> Tensor:
     """The one slot to free in each row and head: (B, H, 1) indices.
 

@@ -174,9 +174,7 @@ class Choice:
         assert isinstance(seen, int)
         self.held.positions.scatter_(2, slot, seen - 1)
         for stored, fill in self.columns:
-            extra = stored.dim() - 3
-            place = slot.view(*slot.shape, *(1,) * extra).expand(-1, -1, 1, *stored.shape[3:]) if extra else slot
-            stored.scatter_(2, place, fill)
+            stored.scatter_(2, selection.per_slot(slot, stored), fill)
 
     def slot(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The slot to free, (B, H, 1), and the lowest score of those that may go, by scores (B, H | 1, slots)."""
@@ -207,9 +205,8 @@ class Alone(Steady):
         assert slot is not None and layer.keys is not None and layer.values is not None
         layer.arrived = self.newest = self.newest + 1  # a new tensor: a policy may have kept the last one
         layer.landed, layer.slot_to_fill = slot, None
-        index = slot.unsqueeze(-1)
-        layer.keys.scatter_(2, index.expand_as(keys), keys)
-        layer.values.scatter_(2, index.expand_as(values), values)
+        layer.keys.scatter_(2, selection.per_slot(slot, layer.keys), keys)
+        layer.values.scatter_(2, selection.per_slot(slot, layer.values), values)
         self.choice.held.seen = layer.seen
         self.choice.book(slot)
         self.marked = True
