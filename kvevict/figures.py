@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvevict.bench import FILE, read
 from kvevict.kept import HEADS, HELD, read_kept, read_tokens
-from kvevict.results import read_parts, read_rows
+from kvevict.results import RESULTS, read_parts, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,16 +25,26 @@ VALUES = {
 }
 
 
-def figures_of(folder: Path) -> Iterator[tuple[str, Figure]]:
-    """A name for the file, and the figure, for everything that can be drawn from the results in ``folder``.
+def figures_of(results: Path) -> Iterator[tuple[str, Figure]]:
+    """A name for the file, and the figure, for everything that can be drawn from ``results``.
+
+    results: a folder that a command wrote, or the bench.json of kvevict bench.
 
     For each model, text, protocol and protection: the measures against the budget, or as bars at a single one; for one
     cache that reads the text from its start, the loss by position at each budget; for needles, a map for each cache;
     for diagnostics, what is kept by head, age, token and step, and policies beside the oracle; for a recorded
-    generation, memory and speed. Raises OutputError if there are no results.
+    generation, memory and speed; for the bench, a picture for each section. Raises OutputError if there are no results.
     """
-    for number, rows in enumerate(_groups(read_rows(folder))):
-        for name, figure in _figures(folder, rows):
+    measured = results / FILE if results.is_dir() else results
+    if measured.is_file():
+        from kvevict.timings import charts_of
+
+        for name, figure in charts_of(read(measured)):
+            yield f"bench-{name}", figure
+        if not (results / RESULTS).exists():
+            return
+    for number, rows in enumerate(_groups(read_rows(results))):
+        for name, figure in _figures(results, rows):
             yield f"{number + 1}-{name}", figure
 
 

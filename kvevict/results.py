@@ -18,6 +18,7 @@ import kvevict
 from kvevict.errors import OutputError
 from kvevict.files import write_file
 
+RESULTS = "results.jsonl"
 PARTS = "parts"
 """The folder of finished parts: one file for each cell and piece, written whole or not at all."""
 
@@ -77,14 +78,14 @@ def json_line(value: Any) -> str:
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def read_rows(folder: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
+def read_rows(folder: Path, name: str = RESULTS) -> list[dict[str, Any]]:
     """The rows of a file of results. Raises OutputError if there is none that can be read."""
     try:
         rows = [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
     except OSError as error:
         raise OutputError(
             f"no {name} in {str(folder)!r} ({error.strerror}): give the folder that a finished kvevict perplexity, "
-            "fidelity, needle, sweep, diagnose or growth wrote"
+            "fidelity, needle, sweep, diagnose, growth or bench wrote"
         ) from error
     except ValueError as error:
         raise OutputError(f"{name} in {str(folder)!r} is damaged: {error}") from error

@@ -16,7 +16,7 @@ from kvevict.bootstrap import FEWEST, Interval, paired_bootstrap
 from kvevict.cache import human_bytes
 from kvevict.plan import Cell, Plan
 from kvevict.protocols import Protocol, outgrown
-from kvevict.results import aligned_table, json_line, markdown_table
+from kvevict.results import RESULTS, aligned_table, json_line, markdown_table
 from kvevict.retrieval import graded_recall
 
 Row = dict[str, Any]
@@ -86,7 +86,7 @@ class Report:
             for part in self.finished
         ]  # fmt: skip  # one row
         return {
-            "results.jsonl": "".join(map(json_line, self.rows)).encode(),
+            RESULTS: "".join(map(json_line, self.rows)).encode(),
             "results.md": self.markdown().encode(),
             "timings.jsonl": "".join(map(json_line, timings)).encode(),
         }

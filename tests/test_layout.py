@@ -31,7 +31,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"bench", "compare", "fidelity", "plan"},
     {"retrieval", "metrics", "harness", "growth"},
     {"plots"},
-    {"maps"},
+    {"maps", "timings"},
     {"pieces", "tables", "figures"},
     {"sweep"},
     {"lab"},
@@ -43,7 +43,7 @@ HOST = {"host", "cache", "layer", "observe", "testing", "rope", "storage"}
 MEASURING = {
     "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "growth", "harness", "kept",
     "lab", "maps", "metrics", "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval",
-    "sweep", "tables", "text",
+    "sweep", "tables", "text", "timings",
 }  # fmt: skip  # names, many to a line
 EXTRAS = {"optimum", "datasets", "evaluate", "lm_eval", "accelerate", "matplotlib", "gguf", "tqdm"}
 

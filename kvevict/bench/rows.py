@@ -195,7 +195,10 @@ def read(path: Path) -> Report:
     except OSError as error:
         raise OutputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(f"{str(path)!r} is not what kvevict bench of this release writes: {error!r}") from error
+        raise OutputError(
+            f"{str(path)!r} is not what kvevict bench of this release writes ({error!r}): give its {FILE}, or the "
+            "folder that another command wrote"
+        ) from error
 
 
 def _rows(kind: type[Row], plain: Sequence[dict[str, Any]]) -> list[Row]:

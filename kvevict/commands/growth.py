@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.growth import growth, growth_rows, growth_table
     from kvevict.models import check_device, check_installed, load_model, revision
     from kvevict.plan import FULL_CACHE, make_plan
-    from kvevict.results import aligned_table, check_folder, environment, json_line, markdown_table, save_files
+    from kvevict.results import RESULTS, aligned_table, check_folder, environment, json_line, markdown_table, save_files
     from kvevict.text import load_text
 
     given: dict[str, Any] = {"budgets": options.budget, "protections": [options.protect], "seeds": [options.seed]}
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     )
     contents = {
         "results.md": f"# Growth\n\n{markdown_table(head, lines)}\n{notes}\n".encode(),
-        "results.jsonl": "".join(map(json_line, rows)).encode(),
+        RESULTS: "".join(map(json_line, rows)).encode(),
     }
     files = save_files(options.output, contents)
     print(aligned_table(head, lines), notes, f"Written: {', '.join(map(str, files))}", sep="\n\n")

@@ -18,10 +18,11 @@ def add(commands: Commands) -> None:
         "plot",
         "draw the results of a finished command",
         "Draw everything that a folder of results gives: measures against the budget, loss by position, needle maps; "
-        "what is kept by head, age, token and step, and policies beside the oracle; memory and speed.",
+        "what is kept by head, age, token and step, and policies beside the oracle; memory and speed. Or what a "
+        "bench.json gives: time and memory of each section.",
     )
     plot.set_defaults(run=run)
-    plot.add_argument("results", type=Path, help="the folder that another command wrote")
+    plot.add_argument("results", type=Path, help="the folder that another command wrote, or a bench.json")
     plot.add_argument("--format", type=names, default="png", help="png, svg, or both separated by a comma")
     plot.add_argument("--output", type=Path, help="folder for the pictures; left out, figures/ in the results")
 
@@ -36,7 +37,8 @@ def run(options: argparse.Namespace) -> None:
     for kind in options.format:
         if kind not in FORMATS:
             raise OptionError(f"format {kind!r}: there are {' and '.join(FORMATS)}")
-    folder = options.output or options.results / "figures"
-    for name, figure in figures_of(options.results):
+    results: Path = options.results
+    folder = options.output or (results.parent if results.is_file() else results) / "figures"
+    for name, figure in figures_of(results):
         for path in save_files(folder, {f"{name}.{kind}": picture(figure, kind) for kind in options.format}):
             print(path)

@@ -21,7 +21,7 @@ from kvevict.lab.simulation import BOUNDS_NOTE, CEILING, MEASURES, ORACLE, RANDO
 from kvevict.lab.traces import Trace
 from kvevict.plan import FULL_CACHE
 from kvevict.policies import POLICIES, Policy, Random, make_policy
-from kvevict.results import aligned_table, json_line, markdown_table, save_files, versions
+from kvevict.results import RESULTS, aligned_table, json_line, markdown_table, save_files, versions
 
 MEASURE = "diagnostics"
 ABOUT = ("model", "revision", "dtype", "device", "text", "text_sha256")
@@ -96,7 +96,7 @@ class Diagnosis:
             HELD: "".join(map(json_line, self.held)).encode(),
             HEADS: "".join(map(json_line, self.heads)).encode(),
             "results.md": self.markdown().encode(),
-            "results.jsonl": "".join(map(json_line, self.rows)).encode(),  # last: with it, results are there
+            RESULTS: "".join(map(json_line, self.rows)).encode(),  # last: with it, results are there
         }
         return save_files(Path(folder).expanduser(), contents)
 
