@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvevict import EvictingCache, OptionError
+from kvevict.bootstrap import paired_bootstrap
 from kvevict.cli import main
 from kvevict.errors import OutputError
 from kvevict.kept import held_after, held_by_heads, read_kept, survival
@@ -106,6 +108,76 @@ def test_missed_mass_is_what_evicted_tokens_would_have_received_later(result, at
     assert float(missed[worst["layer"], worst["kv_head"], worst["position"]]) == pytest.approx(float(missed.max()))
     most = [token["missed"] for token in row["most_missed"]]
     assert most == pytest.approx(missed.mean((0, 1)).topk(5).values.tolist())
+
+
+@pytest.mark.parametrize(("name", "budget"), CELLS)
+def test_each_query_s_numbers_are_its_own_and_their_means_are_the_row_s(trace, result, attention, name, budget):
+    policies = {each: small(each) for each in POLICIES} | {"random": small("random", seed=3)}
+    lab = simulate(trace, policies, [BUDGET, 12], renormalize=True, history=True)
+    assert lab.history is not None
+    retained, recall = lab.history.retained[name, budget], lab.history.recall[name, budget]
+    assert retained.shape == recall.shape == (1, N)
+    held = found_by_queries(result.kept[name, budget])
+    torch.testing.assert_close(retained[0], (attention * held).sum(-1).mean((0, 1)))
+    possible = [min(HEAVY, query + 1) for query in range(N)]
+    heavy = attention[:, :, -1].topk(HEAVY).indices
+    hits = held[:, :, -1].gather(-1, heavy).sum(-1).double().mean()
+    assert float(recall[0, -1]) == pytest.approx(float(hits) * N / sum(possible))
+    row = lab.row(name, budget)
+    assert (float(retained.mean()), float(recall.mean())) == pytest.approx((row.retained, row.recall))
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory) -> Trace:
+    """Ten blocks of queries."""
+    folder = tmp_path_factory.mktemp("longer") / "trace"
+    capture(tiny(), text(1, 640)[0], folder, source="tiny", block=128)
+    return captured_trace(folder)
+
+
+@pytest.fixture(scope="module")
+def compared(longer) -> Diagnosis:
+    """Two good policies, one of them under two names, and a bad one."""
+    policies = {"h2o": small("h2o"), "tova": small("tova"), "again": small("tova"), "window": small("sliding_window")}
+    return diagnose(longer, policies, [64])
+
+
+@pytest.mark.parametrize("measure", ["retained", "recall"])
+def test_differences_from_the_best_come_with_the_interval_over_queries(longer, compared, measure):
+    policies = {"h2o": small("h2o"), "tova": small("tova"), "window": small("sliding_window")}
+    history = simulate(longer, policies, [64], renormalize=True, history=True).history
+    by_query = {name: getattr(history, measure)[name, 64][0] for name in policies}
+    means = {name: float(values.mean()) for name, values in by_query.items()}
+    best = max(means, key=means.__getitem__)
+    for name in policies:
+        row = compared.row(name, 64)
+        interval = paired_bootstrap([by_query[name]], [by_query[best]])
+        expected = (interval.difference, interval.low, interval.high)
+        shown = tuple(row[f"{measure}_vs_best{end}"] for end in ("", "_low", "_high"))
+        assert shown == pytest.approx(expected, abs=1e-12)
+        assert (row[f"{measure}_is_best"], row[f"{measure}_tie_with_best"]) == (name == best, interval.tie)
+        assert row["units"] == "10 blocks of 64 tokens"
+        assert row[f"{measure}_vs_best"] == pytest.approx(row[measure] - compared.row(best, 64)[measure], abs=1e-6)
+    assert not compared.row("window", 64)["retained_tie_with_best"]
+
+
+def test_the_table_says_best_tie_or_how_far(compared):
+    lines = {line.split("  ")[0]: line for line in compared.text().splitlines()}
+    assert "tie +0.0000 [+0.0000, +0.0000]" in lines["again"]
+    row = compared.row("window", 64)
+    said = [f"{row[f'retained_vs_best{end}']:+.4f}" for end in ("", "_low", "_high")]
+    assert f" {said[0]} [{said[1]}, {said[2]}]" in lines["window"] and f"tie {said[0]}" not in lines["window"]
+    assert "best" in lines["tova"] + lines["h2o"]
+    assert not any(word in lines[bound] for bound in ("oracle", "random", "ceiling") for word in ("tie", "best", "["))
+    assert "interval over the queries in 10 blocks of 64 tokens" in compared.text()
+    assert "too narrow" not in compared.text()
+
+
+def test_too_few_queries_for_an_interval_are_ties(result):
+    row = result.row("sliding_window", BUDGET)
+    assert row["retained_tie_with_best"] and math.isnan(row["retained_vs_best_low"]) and row["retained_vs_best"] < 0
+    assert f"tie {row['retained_vs_best']:+.4f} " in result.text() and "nan" not in result.text()
+    assert "Intervals over fewer than 10 blocks are too narrow" in result.markdown()
 
 
 def test_what_is_not_retained_is_missed(result):

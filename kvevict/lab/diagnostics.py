@@ -6,6 +6,7 @@ clairvoyant that evicts the least future attention, and a random subset.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvevict.bootstrap import FEWEST, paired_bootstrap
 from kvevict.errors import OptionError
 from kvevict.kept import HEADS, HELD, KEPT, TOKENS, held_by_heads, packed, survival
 from kvevict.lab.history import History
@@ -66,8 +68,8 @@ class Diagnosis:
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """The table: its head and its lines."""
-        head = ["policy", "budget", "retained", "recall", "missed", "policy head-room", "budget head-room"]
-        return [*head, "lowest head", "worst token"], [_cells(row) for row in self.rows]
+        head = ["policy", "budget", "retained", "vs best", "recall", "vs best", "missed", "policy head-room"]
+        return [*head, "budget head-room", "lowest head", "worst token"], [_cells(row) for row in self.rows]
 
     def text(self) -> str:
         """The table and its notes for a terminal."""
@@ -108,7 +110,16 @@ class Diagnosis:
         first = self.rows[0]
         made = ", ".join(f"{name} {first[name]}" for name in ("kvevict", "torch", "transformers"))
         left_out = [f"{name} was left out: {reason}." for name, reason in self.left_out.items()]
-        return [*NOTES, *left_out, f"Made with {made}."]
+        units = next((row["units"] for row in self.rows if "units" in row), None)
+        notes = list(NOTES)
+        if units:
+            notes.append(
+                f'"vs best" is the difference from the best policy at the same budget, with its 95 % paired bootstrap '
+                f"interval over the queries in {units}. A tie is a difference whose interval holds 0."
+            )
+            if int(units.split()[0]) < FEWEST:
+                notes.append(f"Intervals over fewer than {FEWEST} blocks are too narrow: read more text.")
+        return [*notes, *left_out, f"Made with {made}."]
 
 
 def diagnose(
@@ -236,7 +247,23 @@ def _rows(
             by_head["missed_per_eviction"] = missed.repeat_interleave(group, 1)
         rows.append(row)
         heads += _of_heads(own, layers, group, by_head)
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        rivals = [row for row in rows if row["kind"] == "policy" and row["budget"] == budget]
+        if rivals:
+            _compare(rivals, "retained", history.retained)
+            _compare(rivals, "recall", history.recall)
     return rows, heads
+
+
+def _compare(rivals: list[Row], measure: str, by_query: Mapping[tuple[str, int], Tensor]) -> None:
+    """Adds to rows of one budget how far they are from the best of them, with the interval over queries."""
+    best = max(rivals, key=lambda row: float(row[measure]))
+    for row in rivals:
+        first, second = ([by_query[each["policy"], each["budget"]][0]] for each in (row, best))
+        interval = paired_bootstrap(first, second)
+        name = f"{measure}_vs_best"
+        row |= {name: interval.difference, f"{name}_low": interval.low, f"{name}_high": interval.high}
+        row |= {f"{measure}_is_best": row is best, f"{measure}_tie_with_best": interval.tie, "units": interval.units}
 
 
 def _named(row: Row) -> Row:
@@ -290,11 +317,21 @@ def _cells(row: Row) -> list[str]:
     return [
         row["policy"],
         "" if row["budget"] is None else str(row["budget"]),
-        *(_number(row.get(name)) for name in ("retained", "recall", "missed_per_eviction", "policy_headroom")),
+        *(cell for name in ("retained", "recall") for cell in (_number(row[name]), _versus(row, name))),
+        *(_number(row.get(name)) for name in ("missed_per_eviction", "policy_headroom")),
         _number(row.get("budget_headroom") if row["policy"] == ORACLE else None),
         "" if lowest is None else f"{lowest['retained']:.2f} (layer {lowest['layer']}, head {lowest['head']})",
         "" if not worst or not row["evictions"] else f"{worst['missed']:.2f} (position {worst['position']})",
     ]
+
+
+def _versus(row: Row, measure: str) -> str:
+    """The difference from the best policy with its interval, or "tie" before it."""
+    if row["kind"] != "policy" or row[f"{measure}_is_best"]:
+        return "best" if row["kind"] == "policy" else ""
+    difference, low, high = (row[f"{measure}_vs_best{end}"] for end in ("", "_low", "_high"))
+    interval = f" [{low:+.4f}, {high:+.4f}]" if math.isfinite(low) else ""
+    return f"{'tie ' * row[f'{measure}_tie_with_best']}{difference:+.4f}{interval}"
 
 
 def _number(value: float | None) -> str:

@@ -48,7 +48,7 @@ class Lane:
     log: (layer, KV head) to write down, of the first run.
     renormalize: shows the policy rows that sum to one over the held tokens, as inside a model, where softmax sees no
         others. Else rows are the full attention's own numbers, and their sum is the retained mass.
-    history: keeps ``left``.
+    history: keeps ``left`` and ``found``.
 
     retained, hits: (B, H, G), summed over the steps.
     left: (B, H, length) int32, how many tokens had been seen when a token left; 0 for those still held. Or None.
@@ -86,6 +86,7 @@ class Lane:
         self.retained = torch.zeros(self.rows, trace.heads, trace.group, dtype=torch.float64)
         self.hits = torch.zeros(self.rows, trace.heads, trace.group, dtype=torch.int64)
         self._left = torch.zeros(self.is_held.shape, dtype=torch.int32) if history else None  # place 0 is for nobody
+        self._found: list[Tensor] = []
         self._log_at = log
         self.logs = [Log() for _ in budgets] if log else []
         self._one_by_one = policy.one_by_one
@@ -110,6 +111,14 @@ class Lane:
     def left(self) -> Tensor | None:
         """When each token left; see above."""
         return None if self._left is None else self._left[..., 1:]
+
+    @property
+    def found(self) -> Tensor:
+        """Attention retained and heavy hitters held, query by query, means over layers and query heads.
+
+        (2, runs, budgets, steps) float64.
+        """
+        return torch.stack(self._found, -1)
 
     # -- budgets ---------------------------------------------------------------------------------------------------
 
@@ -194,6 +203,9 @@ class Lane:
         mass = shown.sum((-2, -1), dtype=torch.float64)  # (B, H, G)
         self.retained += mass
         self.hits += hits
+        if self._left is not None:
+            both = torch.stack([mass, hits.double()]).view(2, self.trace.layers, self.trace.runs, budgets, -1)
+            self._found.append(both.mean((1, 4)))  # (2, runs, budgets)
         for log, (at, head) in self._logged():
             log.mass.append(float(mass[at, head].mean()))
             log.hits.append(int(hits[at, head].sum()))

@@ -26,11 +26,15 @@ class History:
     missed: (layers, runs, H, length) float64, the attention that an evicted token would have received from the queries
         after it left, mean over the KV head's query heads; 0 for tokens that never left.
     full:   (layers, runs, H, G) float64, what a cache that forgets nothing retains, mean over the queries.
+    retained, recall: (runs, steps) float64 for each query, means over layers and query heads. A query's recall counts
+        its heavy hitters against the mean of all queries', so that the mean over queries is the recall of all.
     """
 
     left: Lanes
     missed: Lanes
     full: Tensor
+    retained: Lanes
+    recall: Lanes
 
 
 class Watch:
@@ -60,10 +64,10 @@ class Watch:
             self._before[name][row, head, position] = received
         self._received[..., :width] += sums[:, :, -1]
 
-    def history(self) -> History:
-        """What has been seen."""
+    def history(self, possible: int) -> History:
+        """What has been seen. ``possible``: the heavy hitters of all queries, for one query head."""
         trace = self._trace
-        left, missed = {}, {}
+        left, missed, retained, recall = {}, {}, {}, {}
         for name, lane in self._lanes.items():
             assert lane.left is not None
             shape = (trace.layers, trace.runs, len(lane.budgets), trace.heads, trace.length)
@@ -72,5 +76,7 @@ class Watch:
             later = later.masked_fill(gone == 0, 0.0)
             for index, budget in enumerate(lane.budgets):
                 left[name, budget], missed[name, budget] = gone[:, :, index], later[:, :, index]
+                retained[name, budget], hits = lane.found[:, :, index]
+                recall[name, budget] = hits * trace.steps / possible
         full = self._whole.unflatten(0, (trace.layers, trace.runs)) / trace.steps
-        return History(left, missed, full)
+        return History(left, missed, full, retained, recall)

@@ -220,7 +220,7 @@ def simulate(
     }
     notes = [MEASURES, *([BOUNDS_NOTE] if bounds else [])]
     logs = {(name, b): each for name, lane in lanes.items() for b, each in zip(budgets, lane.logs, strict=False)}
-    result = Simulation(settings, rows, left_out, notes, logs, None if watch is None else watch.history())
+    result = Simulation(settings, rows, left_out, notes, logs, None if watch is None else watch.history(int(possible)))
     published = _published(result, chosen)
     if published:
         result.notes.append(published)
