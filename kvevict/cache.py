@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvevict import host, observe, selection, storage
+from kvevict import drafts, eviction, host, observe, storage
 from kvevict.errors import (
     ObservationError,
     OptionError,
@@ -24,12 +24,13 @@ from kvevict.errors import (
     WrongModelError,
 )
 from kvevict.inference import outside_inference_mode
-from kvevict.layer import EvictingLayer, Spec
+from kvevict.layer import EvictingLayer
 from kvevict.offloaded import OffloadedLayer
 from kvevict.policies import make_policy
 from kvevict.policies.base import ALL_QUERIES, Policy
 from kvevict.quantized import Quantized, QuantizedLayer, storage_of
 from kvevict.rope import rerotation_for
+from kvevict.spec import Spec
 from kvevict.steady import Alone, Choir, Member, gather
 
 
@@ -209,8 +210,7 @@ class EvictingCache(Cache):
     def _catch_up(self) -> None:
         """Brings all books up to date, as layers that decide together share tensors."""
         for layer in self.evicting_layers:
-            if layer.steady is not None:
-                layer.steady.catch_up(layer)
+            layer.catch_up()
 
     def __copy__(self) -> EvictingCache:
         raise UnsupportedOperationError("copy.copy(cache) would share tensors that change: use copy.deepcopy(cache)")
@@ -390,7 +390,7 @@ class EvictingCache(Cache):
         """
         self._check_halfway()
         for evicting in self.evicting_layers:
-            evicting.check_crop(-tokens_to_remove)
+            drafts.check_crop(evicting, -tokens_to_remove)
         for each in self.layers:
             if tokens_to_remove and not isinstance(each, EvictingLayer) and not _can_crop(each):
                 raise UnsupportedOperationError(
@@ -408,7 +408,7 @@ class EvictingCache(Cache):
     def _cut(self, tokens: int) -> None:
         layers = [layer for layer in self.evicting_layers if layer.is_initialized]
         for layer in layers:
-            layer.cut(tokens)
+            drafts.cut(layer, tokens)
         for layer in layers:
             self.settle(layer)
 
@@ -512,7 +512,7 @@ class EvictingCache(Cache):
             return
         for choir in filter(Choir.sings, self._choirs):
             choir.dissolve()  # it knows only its own votes
-        votes = _votes(layers) if crowded else torch.empty(0)
+        votes = eviction.votes(layers) if crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))
 
@@ -648,22 +648,6 @@ def _check_protection(spec: Spec) -> None:
             f"budget={budget}{where} cannot hold protect_prompt={share} with sinks={policy.sinks} and recent={recent} "
             f"({needed} tokens): lower one of them, or raise budget"
         )
-
-
-def _votes(layers: Iterable[EvictingLayer]) -> Tensor:
-    """How many heads of how many layers would evict each slot: (B, L) int64."""
-    votes: Tensor | None = None
-    for layer in layers:
-        held = layer.held()
-        scores = layer.scores(held)
-        layer.check_scores(scores)
-        protection = layer.protection(held)
-        order = selection.eviction_order(scores, held.positions, protection)
-        going = layer.going(held, order, protection)
-        cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)
-        votes = cast if votes is None else votes + cast.to(votes.device)
-    assert votes is not None
-    return votes
 
 
 def _tensors(layer: Any) -> Iterable[Tensor]:

@@ -39,9 +39,10 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvevict import EvictingCache, UnsupportedModelError
-from kvevict.layer import EvictingLayer, Spec
+from kvevict.layer import EvictingLayer
 from kvevict.policies import StreamingLLM
 from kvevict.rope import EXACT_TYPES, rerotation_for
+from kvevict.spec import Spec
 
 SINKS = 4
 ORIGINAL = 32  # positions that the tiny models were "trained" on

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvevict import selection
 from kvevict.errors import KvevictError, OptionError, PolicyError
 from kvevict.lab.traces import Block, Trace
-from kvevict.layer import Spec
 from kvevict.policies.base import Held, Policy, Rows
+from kvevict.spec import Spec
 
 HEAVY = 32
 """Positions of a step that count as heavy hitters."""
