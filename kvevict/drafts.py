@@ -21,6 +21,7 @@ from kvevict.errors import OptionError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
+    from kvevict.spec import Spec
 
 RowSource = Callable[[int, int, int, int, Tensor | None], Iterable[tuple[int, Tensor]]]
 """(first query, end, slots they may see, how many of the last, mask) -> their attention rows, block by block."""
@@ -98,6 +99,20 @@ def evicts_within(layer: EvictingLayer, first: int, seen: int, blocks: list[tupl
         return False
     before = blocks[-1][0]
     return layer.uneven or first + before > layer.spec.tokens(layer.index, seen + before, layer.prompt)
+
+
+def reason_against(spec: Spec, free: bool, base: str) -> str | None:
+    """Why a draft that outgrows the budget cannot be verified token by token, or None."""
+    if spec.policy.consensus:
+        return "in this policy all layers decide together who goes"
+    if spec.rerotation is not None:
+        return "with positions='cache' every eviction moves the keys"
+    if not free and base == "eager":
+        return (
+            "eager attention shows its weights only when all is over (call model.set_attn_implementation('sdpa') "
+            "before building the cache)"
+        )
+    return None
 
 
 def check(layer: EvictingLayer, tokens: int) -> None:

@@ -22,7 +22,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"policies", "selection", "masks"},
     {"host", "statistics", "rope", "storage", "eviction"},
     {"spec", "drafts", "steady"},
-    {"books"},
+    {"books", "checks"},
     {"layer"},
     {"quantized", "offloaded"},
     {"observe"},
