@@ -71,6 +71,10 @@ class Held:
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
+    def oldest_first(self) -> Tensor:
+        """Slots from the oldest token to the newest, empty ones before all: (B, H, L) indices."""
+        return self.positions.argsort(-1)
+
     def first(self, slots: int) -> Held:
         """The same layer seen through its first ``slots`` slots; writes go through."""
         return self.narrow(0, slots)
@@ -93,10 +97,13 @@ class Rows:
     weights:   (B, H, G, Q, L) softmax weights, zero where a query may not look and in the rows of pads. The tensor may
         be used again: copy what you keep.
     positions: (B, Q) int64, each query's own position; -1 marks a pad.
+    decode:    True says that there is one query per row, the newest; that no slot is empty, and it sees them all; and
+        that ``seen`` and ``budget`` are ints and the budget never changes. False says nothing.
     """
 
     weights: Tensor
     positions: Tensor
+    decode: bool = False
 
     def visible(self, held: Held) -> Tensor:
         """How many held tokens each query could see: (B, H, Q), at least 1."""
