@@ -123,6 +123,13 @@ def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
     return weights[:, :, 0]
 
 
+def query_sum(weights: Tensor, how: GroupReduction) -> Tensor:
+    """``reduce_group`` and the sum over queries: (B, H, G, Q, L) -> (B, H, L)."""
+    if how == "mean":
+        return weights.sum((2, 3)) / weights.shape[2]  # one pass over the weights
+    return reduce_group(weights, how).sum(2)
+
+
 Tokens = TypeVar("Tokens", int, Tensor, int | Tensor)
 
 
