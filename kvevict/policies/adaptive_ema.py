@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class AdaptiveEMA(Policy):
             self._observe_newest(held, mean, attention)
             return
         queries = rows.positions  # (B, Q)
-        visible = rows.visible(held)[:, 0].to(mean.dtype)  # (B, Q), the same in all heads
+        alike = dataclasses.replace(held, positions=held.positions[:, :1])  # all heads hold the same tokens
+        visible = rows.visible(alike)[:, 0].to(mean.dtype)  # (B, Q)
         seen = mean > visible.reciprocal().unsqueeze(-1)  # (B, Q, L)
 
         total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, Q), rows may sum below one
@@ -129,7 +131,8 @@ class AdaptiveEMA(Policy):
             later = torch.cat([kept[:, 1:], torch.ones_like(kept[:, :1])], 1)  # (B, Q), of the later ones alone
             added = ((later - kept).unsqueeze(-1) * attention).sum(1, keepdim=True)  # (B, 1, L)
             held["importance"].mul_(kept[:, :1, None]).add_(added)
-            last = torch.where(seen, queries.unsqueeze(-1), -1).amax(1, keepdim=True)  # (B, 1, L)
+            half = queries.to(torch.int32).unsqueeze(-1)  # half the bytes of the largest tensors here
+            last = torch.where(seen, half, -1).amax(1, keepdim=True)  # (B, 1, L)
         held["seen_at"].clamp_min_(last)
 
     def _rebuild(self, held: Held, due: Tensor, rows: Tensor) -> None:
