@@ -54,7 +54,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 
 from kvevict import EvictingCache, ObservationError, UnsupportedModelError, detach, host, observe, testing
 from kvevict.policies import H2O, Attention
-from kvevict.statistics import BLOCK, attention_rows
+from kvevict.statistics import CPU_BLOCK, attention_rows
 
 every_policy = pytest.mark.parametrize("name", NAMES)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -554,13 +554,13 @@ def test_rows_equal_a_naive_softmax(softcap, with_sinks, masked, queries, last):
 
 
 def test_rows_come_in_blocks_that_together_are_all_queries():
-    query, keys = torch.randn(1, 4, 3 * BLOCK + 5, 8), torch.randn(1, 2, 3 * BLOCK + 9, 8)
+    query, keys = torch.randn(1, 4, 3 * CPU_BLOCK + 5, 8), torch.randn(1, 2, 3 * CPU_BLOCK + 9, 8)
     starts, whole = [], torch.zeros(1, 4, query.shape[2], keys.shape[2])
     for start, weights in attention_rows(query, keys, None, scaling=0.3, last=query.shape[2]):
         starts.append(start)
         flat = weights.flatten(1, 2)
         whole[:, :, start : start + flat.shape[2], : flat.shape[3]] = flat
-    assert starts == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
+    assert starts == [0, CPU_BLOCK, 2 * CPU_BLOCK, 3 * CPU_BLOCK]
     shown = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(4)
     logits = query @ keys.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
     torch.testing.assert_close(whole, logits.masked_fill(~shown, -torch.inf).softmax(-1), rtol=0, atol=1e-6)
