@@ -12,14 +12,16 @@ from helpers import (
     BUDGET,
     FREE,
     HEADS,
-    IMPLEMENTATIONS,
     KV_HEADS,
     NAMES,
     OBSERVING,
     PROMPT,
     VOCABULARY,
+    alone_and_padded,
     batch,
     blocks_of,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -68,9 +70,6 @@ from kvevict import (
 )
 from kvevict.policies import H2O, POLICIES, TOVA, StreamingLLM
 from kvevict.policies.base import ALL_QUERIES
-
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def _assert_refused(error: type[Exception], words: list[str], model: Any, *args: Any, **options: Any) -> None:
@@ -183,7 +182,7 @@ def test_protections_that_outgrow_every_share_are_refused():
                                      {"sinks": 5, "protect_prompt": 0.4}])  # fmt: skip  # one list
 @every_policy
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_a_small_share_still_holds_its_protections(name, options, implementation, padded):
     model, policy = tiny(implementation), small(name, **options)
     cache = EvictingCache(model, policy, budget=0.1)
@@ -227,7 +226,7 @@ def test_a_protected_share_is_a_share(value, name):
 
 @every_policy
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_a_prompt_too_long_to_be_protected_is_refused_and_changes_nothing(name, implementation, padded):
     if name == "full":
         pytest.skip("full never evicts")
@@ -456,7 +455,7 @@ def test_policies_that_need_no_attention_outlive_detach(name):
     assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_policy
 def test_keys_that_are_never_attended_to_are_an_error_at_the_next_update(name):
     """A model whose attention does not arrive must not grow the cache in silence."""
     model = tiny()
@@ -527,7 +526,7 @@ def test_a_layer_that_the_model_does_not_have_is_an_error():
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize("name", ["h2o", "random"])
 def test_a_mask_that_forgets_evicted_tokens_is_an_error(name, implementation):
     model = tiny(implementation)
@@ -623,7 +622,7 @@ class HatesTheProtected(Policy):
 
 @pytest.mark.parametrize("whole", [False, True], ids=["floats", "integers"])
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_no_score_can_evict_the_protected(whole, implementation, padded):
     model = tiny(implementation)
     ids, mask = batch(padded)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from helpers import (
     BUDGET,
-    IMPLEMENTATIONS,
     KV_HEADS,
-    NAMES,
     OBSERVING,
     blocks_of,
+    every_implementation,
+    every_policy,
     forward,
     kept,
     loop,
@@ -30,8 +30,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kvevict import EvictingCache, host, observe, statistics
 from kvevict.layer import EvictingLayer
 
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 HEAD = 16
 
 

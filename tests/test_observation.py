@@ -20,14 +20,16 @@ from helpers import (
     IMPLEMENTATIONS,
     KV_HEADS,
     LENGTHS,
-    NAMES,
     NOISE,
     OBSERVING,
     PROMPT,
     VOCABULARY,
+    alone_and_padded,
     batch,
     blocks_of,
     by_position,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -56,9 +58,6 @@ from kvevict import EvictingCache, ObservationError, UnsupportedModelError, deta
 from kvevict.policies import H2O, Attention
 from kvevict.statistics import CPU_BLOCK, attention_rows
 
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 ROOM = 64
 FP32 = 1e-5  # softmax weights of size 1, added up over at most 40 queries in another order
 
@@ -387,17 +386,22 @@ def _flashlike(
     return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 
-@every_policy
-@alone_and_padded
-def test_a_renamed_sdpa_works_like_sdpa(name, padded, register_kernel):
-    register_kernel("renamed", sdpa_attention_forward, sdpa_mask)
+def _assert_works_like_sdpa(model: Any, name: str, padded: bool, budget: int) -> None:
     ids, mask = batch(padded)
-    model, other = tiny("renamed"), tiny("sdpa")
-    cache, expected = (EvictingCache(m, small(name), budget=BUDGET) for m in (model, other))
+    other = tiny("sdpa")
+    cache, expected = (EvictingCache(m, small(name), budget=budget) for m in (model, other))
     got = loop(model, cache, blocks_of(ids), mask, positions=True)
     logits = loop(other, expected, blocks_of(ids), mask, positions=True)
     assert largest_error(got, logits, blocks_of(ids), mask) < NOISE
     assert all(torch.equal(one, two) for one, two in zip(kept(cache), kept(expected), strict=True))
+
+
+@every_policy
+@alone_and_padded
+def test_a_renamed_sdpa_works_like_sdpa(name, padded, register_kernel):
+    register_kernel("renamed", sdpa_attention_forward, sdpa_mask)
+    model = tiny("renamed")
+    _assert_works_like_sdpa(model, name, padded, BUDGET)
     before = snapshot(tiny("renamed"))
     detach(model)
     assert len(snapshot(model)) == len(before)
@@ -408,13 +412,7 @@ def test_a_renamed_sdpa_works_like_sdpa(name, padded, register_kernel):
 @pytest.mark.parametrize("budget", [BUDGET, ROOM])
 def test_a_kernel_with_flat_masks_works_like_sdpa(name, padded, budget, register_kernel):
     register_kernel("flat_masks", _flashlike, flash_attention_mask)
-    ids, mask = batch(padded)
-    model, other = tiny("flat_masks"), tiny("sdpa")
-    cache, expected = (EvictingCache(m, small(name), budget=budget) for m in (model, other))
-    got = loop(model, cache, blocks_of(ids), mask, positions=True)
-    logits = loop(other, expected, blocks_of(ids), mask, positions=True)
-    assert largest_error(got, logits, blocks_of(ids), mask) < NOISE
-    assert all(torch.equal(one, two) for one, two in zip(kept(cache), kept(expected), strict=True))
+    _assert_works_like_sdpa(tiny("flat_masks"), name, padded, budget)
 
 
 def test_a_kernel_of_the_users_own_is_used_for_every_forward_without_a_mask(register_kernel):
