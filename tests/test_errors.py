@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from helpers import (
     FREE,
     HEADS,
     KV_HEADS,
+    LENGTHS,
     NAMES,
     OBSERVING,
     PROMPT,
@@ -178,6 +180,18 @@ def test_protections_that_outgrow_every_share_are_refused():
     )  # fmt: skip  # one call
 
 
+def _held_by_rows(model: Any, cache: EvictingCache, padded: bool) -> Iterator[tuple[int, list[list[int]]]]:
+    """After every forward, for each layer and row: how many real tokens it has seen, and what each head holds."""
+    ids, mask = batch(padded)
+    done = 0
+    for block in blocks_of(ids):
+        done += block.shape[1]
+        forward(model, cache, block, None if mask is None else mask[:, :done], positions=True)
+        for positions in kept(cache):
+            for row, length in enumerate(LENGTHS[: len(ids)]):
+                yield done - PROMPT + length, positions[row].tolist()
+
+
 @pytest.mark.parametrize("options", [{"sinks": 3, "recent": 2}, {"sinks": 2, "recent": 1, "protect_prompt": 0.5},
                                      {"sinks": 5, "protect_prompt": 0.4}])  # fmt: skip  # one list
 @every_policy
@@ -186,17 +200,10 @@ def test_protections_that_outgrow_every_share_are_refused():
 def test_a_small_share_still_holds_its_protections(name, options, implementation, padded):
     model, policy = tiny(implementation), small(name, **options)
     cache = EvictingCache(model, policy, budget=0.1)
-    ids, mask = batch(padded)
-    done = 0
-    for block in blocks_of(ids):
-        done += block.shape[1]
-        forward(model, cache, block, None if mask is None else mask[:, :done], positions=True)
-        for positions in kept(cache):
-            for row, length in enumerate((20, 13, 5)[: len(ids)]):
-                seen = done - PROMPT + length
-                recent = int(policy.recent_for(policy.least()))
-                protected = set(range(min(policy.sinks, seen))) | set(range(max(0, seen - recent), seen))
-                assert all(protected <= set(head) for head in positions[row].tolist())
+    recent = int(policy.recent_for(policy.least()))
+    for seen, heads in _held_by_rows(model, cache, padded):
+        protected = set(range(min(policy.sinks, seen))) | set(range(max(0, seen - recent), seen))
+        assert all(protected <= set(head) for head in heads)
 
 
 def test_the_authors_rounding_never_gives_a_layer_less_than_its_protections():
@@ -625,17 +632,10 @@ class HatesTheProtected(Policy):
 @alone_and_padded
 def test_no_score_can_evict_the_protected(whole, implementation, padded):
     model = tiny(implementation)
-    ids, mask = batch(padded)
     cache = EvictingCache(model, HatesTheProtected(sinks=3, recent=3, whole=whole), budget=BUDGET)
-    done = 0
-    for block in blocks_of(ids):
-        done += block.shape[1]
-        forward(model, cache, block, None if mask is None else mask[:, :done], positions=True)
-        for positions in kept(cache):
-            for row, length in enumerate((20, 13, 5)[: len(ids)]):
-                seen = done - PROMPT + length
-                for head in positions[row].tolist():
-                    assert set(range(min(3, seen))) | set(range(max(0, seen - 3), seen)) <= set(head)
+    for seen, heads in _held_by_rows(model, cache, padded):
+        protected = set(range(min(3, seen))) | set(range(max(0, seen - 3), seen))
+        assert all(protected <= set(head) for head in heads)
 
 
 @dataclass(frozen=True, kw_only=True)
