@@ -63,12 +63,17 @@ class Draft:
 
 def begin(layer: EvictingLayer, tokens: int) -> None:
     """The forward of ``tokens`` tokens that comes now is a draft."""
-    dense = 0 if layer.seen else min(layer.awaited or tokens, tokens)
+    dense = _prompt_within(layer, tokens)
     before = (layer.seen, layer.row_seen, layer.prompt, layer.row_prompt, layer.shortest)
     layer.draft = Draft(layer.slots, *before, tokens=tokens, dense=dense)
     layer.give_up_free()
     if not layer.seen and layer.awaited is not None:
         layer.prompt = dense
+
+
+def _prompt_within(layer: EvictingLayer, tokens: int) -> int:
+    """How many of the next forward's ``tokens`` tokens are a prompt."""
+    return 0 if layer.seen else min(layer.awaited or tokens, tokens)
 
 
 def rehearse(layer: EvictingLayer, mask: Tensor | None, heads: int, rows: RowSource | None) -> Tensor | None:
@@ -120,7 +125,7 @@ def check(layer: EvictingLayer, tokens: int) -> None:
     reason = layer.spec.no_drafts
     if reason is None:
         return
-    dense = 0 if layer.seen else min(layer.awaited or tokens, tokens)
+    dense = _prompt_within(layer, tokens)
     blocks = Draft.blocks_of(dense, tokens)
     if evicts_within(layer, layer.slots, layer.seen, blocks):
         raise UnsupportedOperationError(

@@ -29,7 +29,8 @@ Rescore = Callable[[Tensor], Tensor]
 def evict(layer: EvictingLayer, held: Held, rescore: Rescore | None) -> None:
     """Evicts what is too many of ``held``, all that ``layer`` holds."""
     scores, protection = _judge(layer, held, rescore)
-    _check_room(layer, held, protection)
+    if protection is not None and layer.spec.policy.protect_prompt is not None:
+        _check_room(layer, held, protection)
     surplus = _surplus(layer)
     layer.ordered = False
     if surplus == 1 and not layer.uneven:
@@ -53,7 +54,8 @@ def mark(layer: EvictingLayer) -> None:
     """Evicts, but leaves what goes as empty slots where it is."""
     held = layer.held()
     scores, protection = _judge(layer, held)
-    _check_room(layer, held, protection)
+    if protection is not None and layer.spec.policy.protect_prompt is not None:
+        _check_room(layer, held, protection)
     order = selection.eviction_order(scores, held.positions, protection)
     surplus = _surplus(layer)
     going = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, _going(layer, held, order, protection))
@@ -153,10 +155,8 @@ def check_whole_prompt(layer: EvictingLayer, tokens: int) -> None:
         _room_error(policy, budget, f"a prompt of {prompt} tokens")
 
 
-def _check_room(layer: EvictingLayer, held: Held, protection: Tensor | None) -> None:
+def _check_room(layer: EvictingLayer, held: Held, protection: Tensor) -> None:
     """A protected prompt that outgrew its row's budget is the user's error, never a silent eviction."""
-    if protection is None or layer.spec.policy.protect_prompt is None:
-        return
     if layer.fresh == 1:
         return  # the prompt is over, and was looked at when it came
     over = protection.sum(-1, keepdim=True) > held.budget
