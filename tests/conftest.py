@@ -1,4 +1,4 @@
-"""What test files share: a fixed seed, a small model on disk, and kernels that are registered for one test only."""
+"""What test files share: a fixed seed, a small model and a text on disk, and kernels registered for one test only."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def _fixed_seed() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model of two layers whose tokens are bytes."""
     return save_reader(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A text of 200 of its tokens."""
+    path = tmp_path / "words.txt"
+    path.write_text(("the cat sat on a mat and saw that dog; " * 6)[:200])
+    return path
 
 
 @pytest.fixture

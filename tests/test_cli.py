@@ -17,14 +17,6 @@ from kvevict.policies import POLICIES
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> Path:
-    """200 tokens."""
-    path = tmp_path / "words.txt"
-    path.write_text(("the cat sat on a mat and saw that dog; " * 6)[:200])
-    return path
-
-
-@pytest.fixture
 def arguments(folder: Path, words: Path, tmp_path: Path) -> list[str]:
     return ["compare", "--model", str(folder), "--text", str(words), "--output", str(tmp_path / "out")]
 
