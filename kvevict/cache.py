@@ -495,7 +495,7 @@ class EvictingCache(Cache):
             layer.settle()
         elif last:
             self._settle_all(layer.crowded)
-        if last and self.spec.stacks and isinstance(layer.steady, Alone):
+        if last and self.spec.stacks and any(isinstance(each.steady, Alone) for each in self.evicting_layers):
             self._choirs = [*filter(Choir.sings, self._choirs), *gather(self.evicting_layers)]
 
     @outside_inference_mode

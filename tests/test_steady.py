@@ -476,3 +476,15 @@ def test_the_order_of_age_follows_every_arrival_without_a_sort(monkeypatch):
         held.seen += 1
         held.arrive(slot)
         assert torch.equal(held.oldest_first(), held.positions.argsort(-1))
+
+
+def test_layers_that_left_a_choir_come_back_to_one(monkeypatch):
+    monkeypatch.setattr(steady, "TOGETHER", 2)
+    model, blocks = tiny(), text(1, sum(WHILE)).split(WHILE, 1)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    loop(model, cache, blocks[:6])
+    assert kinds(cache) == ["Member"] * LAYERS
+    cache.evicting_layers[0].leave_steady()  # as anything unusual in that layer does
+    assert kinds(cache) == ["NoneType", "NoneType", "Member"]
+    loop(model, cache, blocks[6:8])
+    assert kinds(cache) == ["Member"] * LAYERS
