@@ -109,7 +109,7 @@ class AdaptiveEMA(Policy):
         held["importance"].lerp_(attention, gain)
         held["seen_at"].masked_fill_(mean > 1 / visible, held.seen - 1)
         if held.seen % _period(self.rebuild, held.budget) == 0:  # under one budget, all rebuilds are at its multiples
-            self._rebuild(held, torch.tensor(held.seen), torch.tensor(True))
+            self._rebuild(held, held.seen, None)
 
     def score(self, held: Held) -> Tensor:
         return held["score"].narrow(1, 0, 1)  # (B, 1, L)
@@ -135,15 +135,19 @@ class AdaptiveEMA(Policy):
             last = torch.where(seen, half, -1).amax(1, keepdim=True)  # (B, 1, L)
         held["seen_at"].clamp_min_(last)
 
-    def _rebuild(self, held: Held, due: Tensor, rows: Tensor) -> None:
-        """Scores the tokens below ``due`` as of that moment, in the given rows: (B, 1, 1), or one for all."""
+    def _rebuild(self, held: Held, due: int | Tensor, rows: Tensor | None) -> None:
+        """Scores the tokens below ``due`` as of that moment, in the given rows, or in all of them: both (B, 1, 1)."""
         importance = held["importance"]
         since = (due - 1 - torch.maximum(held["seen_at"], held.positions)).to(importance.dtype)
         age = (due - 1 - held.positions).to(importance.dtype)
         score = self.importance * importance + self.recency / (1 + since) + self.age / (1 + 0.01 * age)
         known = held.positions < due
-        held["score"].copy_(torch.where(rows, score.masked_fill(~known, float("inf")), held["score"]))
-        held["scored_at"].copy_(torch.where(rows, known * due, held["scored_at"]))
+        score, scored_at = score.masked_fill(~known, float("inf")), known * due
+        if rows is not None:
+            score = torch.where(rows, score, held["score"])
+            scored_at = torch.where(rows, scored_at, held["scored_at"])
+        held["score"].copy_(score)
+        held["scored_at"].copy_(scored_at)
 
 
 def _negative_entropy(shares: Tensor) -> Tensor:
