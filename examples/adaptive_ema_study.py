@@ -212,7 +212,7 @@ class Tensors:
         """The policy's numbers of the new token, and the query's attention (layers, 1, heads, 1, held)."""
         for name, column in self.held.columns.items():
             column.scatter_(2, self.free, self.columns[name].fill)
-        self.policy.observe(self.held, Rows(attention, self.queries))
+        self.policy.observe(self.held, Rows(attention, self.queries, decode=True))
 
     def pick(self) -> None:
         """Chooses the slot to free, the same in all layers."""
@@ -228,6 +228,7 @@ class Tensors:
         self.held.positions.scatter_(2, self.free, -1)
 
 
+@torch.no_grad()
 def measure(budget: int, layers: int, steps: int) -> dict[str, list[float]]:
     """Processor milliseconds of each step: learning one query and choosing who goes, and of the choice alone.
 

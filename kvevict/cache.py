@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvevict import host, observe, selection, storage
+from kvevict import drafts, eviction, host, observe, storage
+from kvevict.checks import check_budget, check_fused, check_model, check_protection
 from kvevict.errors import (
     ObservationError,
     OptionError,
@@ -24,12 +25,13 @@ from kvevict.errors import (
     WrongModelError,
 )
 from kvevict.inference import outside_inference_mode
-from kvevict.layer import EvictingLayer, Spec
+from kvevict.layer import EvictingLayer
 from kvevict.offloaded import OffloadedLayer
 from kvevict.policies import make_policy
-from kvevict.policies.base import ALL_QUERIES, Policy
+from kvevict.policies.base import Policy
 from kvevict.quantized import Quantized, QuantizedLayer, storage_of
 from kvevict.rope import rerotation_for
+from kvevict.spec import Spec
 from kvevict.steady import Alone, Choir, Member, gather
 
 
@@ -83,7 +85,7 @@ class EvictingCache(Cache):
             raise OptionError(f"offloading={offloading!r}: expected True or False")
         if how is not None and offloading:
             raise OptionError("storage= and offloading=True: packed tokens stay on their device. Leave out one of them")
-        config = _check_model(model)
+        config = check_model(model)
         if how is not None:
             how.check_head(host.head_size(config))
         layers = host.host_layers(config)
@@ -93,9 +95,9 @@ class EvictingCache(Cache):
                 f"{type(model).__name__} has no layer that keeps the keys and values of every token: there is nothing "
                 "to evict. Use transformers' own cache"
             )
-        _check_fused(fused_prefill, chosen, model)
+        check_fused(fused_prefill, chosen, model)
         spec = Spec(chosen, tokens, len(evicting))
-        _check_protection(spec)
+        check_protection(spec)
         if getattr(chosen, "positions", "original") == "cache":
             spec.rerotation = rerotation_for(model)
         for index, position in enumerate(evicting):
@@ -119,7 +121,7 @@ class EvictingCache(Cache):
         self._base = host.implementation(model)
         self.free = policy.queries == 0 and not policy.consensus and self._base in ("sdpa", "eager")
         self._attachment = None if self.free else observe.attach(model, self)
-        self.spec.no_drafts = _no_drafts(self.spec, self.free, self._base)
+        self.spec.no_drafts = drafts.reason_against(self.spec, self.free, self._base)
 
     # -- what users ask --------------------------------------------------------------------------------------
 
@@ -209,8 +211,7 @@ class EvictingCache(Cache):
     def _catch_up(self) -> None:
         """Brings all books up to date, as layers that decide together share tensors."""
         for layer in self.evicting_layers:
-            if layer.steady is not None:
-                layer.steady.catch_up(layer)
+            layer.catch_up()
 
     def __copy__(self) -> EvictingCache:
         raise UnsupportedOperationError("copy.copy(cache) would share tensors that change: use copy.deepcopy(cache)")
@@ -240,7 +241,7 @@ class EvictingCache(Cache):
             )
         elif known is not model:
             raise WrongModelError("this cache belongs to another model: build an EvictingCache for this one")
-        _check_fused(self.fused_prefill, self.policy, model)
+        check_fused(self.fused_prefill, self.policy, model)
         self._bind(model)
         return self
 
@@ -390,9 +391,9 @@ class EvictingCache(Cache):
         """
         self._check_halfway()
         for evicting in self.evicting_layers:
-            evicting.check_crop(-tokens_to_remove)
+            drafts.check_crop(evicting, -tokens_to_remove)
         for each in self.layers:
-            if tokens_to_remove and not isinstance(each, EvictingLayer) and not _can_crop(each):
+            if tokens_to_remove and not isinstance(each, EvictingLayer) and not host.can_crop(each):
                 raise UnsupportedOperationError(
                     f"crop({tokens_to_remove}): a {type(each).__name__} of this model cannot take tokens back. Call "
                     "cache.activate_past_recording() before the forward, or go on from a copy.deepcopy(cache) made "
@@ -408,7 +409,7 @@ class EvictingCache(Cache):
     def _cut(self, tokens: int) -> None:
         layers = [layer for layer in self.evicting_layers if layer.is_initialized]
         for layer in layers:
-            layer.cut(tokens)
+            drafts.cut(layer, tokens)
         for layer in layers:
             self.settle(layer)
 
@@ -494,7 +495,7 @@ class EvictingCache(Cache):
             layer.settle()
         elif last:
             self._settle_all(layer.crowded)
-        if last and self.spec.stacks and isinstance(layer.steady, Alone):
+        if last and self.spec.stacks and any(isinstance(each.steady, Alone) for each in self.evicting_layers):
             self._choirs = [*filter(Choir.sings, self._choirs), *gather(self.evicting_layers)]
 
     @outside_inference_mode
@@ -512,7 +513,7 @@ class EvictingCache(Cache):
             return
         for choir in filter(Choir.sings, self._choirs):
             choir.dissolve()  # it knows only its own votes
-        votes = _votes(layers) if crowded else torch.empty(0)
+        votes = eviction.votes(layers) if crowded else torch.empty(0)
         for each in layers:
             each.settle(lambda scores: -votes.to(scores.device)[:, None].expand_as(scores))
 
@@ -533,137 +534,8 @@ def _new_layer(spec: Spec, index: int, how: Quantized | None, offloading: bool) 
     return OffloadedLayer(spec, index) if offloading else EvictingLayer(spec, index)
 
 
-def _can_crop(layer: Any) -> bool:
-    """Whether a layer of transformers can take tokens back now."""
-    if getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False):
-        return bool(layer.get_seq_length() < layer.sliding_window)
-    return bool(getattr(layer, "is_croppable", False))
-
-
 def _nobody() -> None:
     """The model of a cache that was unpickled."""
-
-
-def _no_drafts(spec: Spec, free: bool, base: str) -> str | None:
-    """Why a draft that outgrows the budget cannot be verified token by token, or None."""
-    if spec.policy.consensus:
-        return "in this policy all layers decide together who goes"
-    if spec.rerotation is not None:
-        return "with positions='cache' every eviction moves the keys"
-    if not free and base == "eager":
-        return (
-            "eager attention shows its weights only when all is over (call model.set_attn_implementation('sdpa') "
-            "before building the cache)"
-        )
-    return None
-
-
-def _check_fused(fused: bool, policy: Policy, model: torch.nn.Module) -> None:
-    """Raises OptionError if a pass over a prompt cannot be saved."""
-    if not isinstance(fused, bool):
-        raise OptionError(f"fused_prefill={fused!r}: expected True or False")
-    if fused and (policy.queries != ALL_QUERIES or host.implementation(model) != "sdpa"):
-        raise OptionError(
-            f"fused_prefill=True with policy {policy.name!r} under {host.implementation(model)!r} attention: it is for "
-            "policies that read the attention of every query, and for 'sdpa'. Leave it out, or call "
-            "model.set_attn_implementation('sdpa') first"
-        )
-
-
-def check_budget(budget: int | float) -> int | float:
-    """The budget, or OptionError: an int from 1, or a float above 0 and up to 1."""
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise OptionError(f"budget={budget!r}: give tokens per KV head (int) or a share of the tokens seen (float)")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        hint = f"; for {int(budget)} tokens write budget={int(budget)}" if 1 < budget < 1e9 else ""
-        raise OptionError(f"budget={budget!r}: a float is a share of the tokens seen, above 0 and up to 1{hint}")
-    if isinstance(budget, int) and budget < 1:
-        raise OptionError(f"budget={budget!r}: give at least 1 token")
-    return budget
-
-
-def _check_model(model: object) -> Any:
-    """The decoder's config, or UnsupportedModelError naming what is in the way."""
-    if not isinstance(model, torch.nn.Module):
-        raise UnsupportedModelError(
-            f"model={type(model).__name__}: pass the model itself, a transformers causal language model"
-        )
-    config = host.decoder_config(model)
-    name = type(model).__name__
-    if getattr(config, "num_hidden_layers", None) is None:
-        raise UnsupportedModelError(
-            f"the config of {name} does not say how many layers its decoder has, so kvevict cannot tell what its cache "
-            "holds: use transformers' own cache"
-        )
-    reason = host.reason_to_refuse(model, config)
-    if reason is not None:
-        raise UnsupportedModelError(f"{name} {reason}, which kvevict does not evict from: use transformers' own cache")
-    can_set = getattr(type(model), "_can_set_attn_implementation", None)
-    if can_set is not None and not can_set():
-        raise UnsupportedModelError(
-            f"{name} does not use transformers' attention interface, so kvevict cannot see or mask its attention: use "
-            "transformers' own cache"
-        )
-    if host.implementation(model) == "flex_attention":
-        raise UnsupportedModelError(
-            "attn_implementation='flex_attention' takes block masks, which cannot follow evicted tokens: call "
-            "model.set_attn_implementation('sdpa') first"
-        )
-    host.check_layers(model, config)
-    return config
-
-
-def _check_protection(spec: Spec) -> None:
-    """Raises OptionError if some layer's budget cannot hold what the policy protects."""
-    policy, budget = spec.policy, spec.budget
-    if not policy.evicts:
-        return
-    if not isinstance(budget, int):
-        if policy.protect_prompt == "whole" and budget < 1:
-            raise OptionError(
-                f"budget={budget} is a share of the tokens seen and cannot hold protect_prompt='whole': give the "
-                "budget in tokens, or protect a share of it (protect_prompt=0.5)"
-            )
-        if policy.protect_prompt != "whole" and policy.protected_tokens(10**6, 0) > 10**6:
-            raise OptionError(
-                f"protect_prompt={policy.protect_prompt} with recent={policy.recent_for(100)} of 100 tokens protects "
-                "more than any budget holds: lower one of them"
-            )
-        return
-    smallest = min(spec.tokens(layer, budget + 1, None) for layer in range(spec.layers))
-    recent = policy.recent_for(smallest)
-    where = "" if smallest == budget else f" (its smallest layer gets {smallest})"
-    needed = policy.sinks + int(recent)
-    if needed > smallest:
-        raise OptionError(
-            f"budget={budget}{where} cannot hold sinks={policy.sinks} and recent={recent} ({needed} tokens): raise "
-            f"budget to at least {needed + budget - smallest}, or lower one of them"
-        )
-    share = policy.protect_prompt
-    if share is None or share == "whole":
-        return
-    needed = policy.protected_tokens(smallest, 0)
-    if needed > smallest:
-        raise OptionError(
-            f"budget={budget}{where} cannot hold protect_prompt={share} with sinks={policy.sinks} and recent={recent} "
-            f"({needed} tokens): lower one of them, or raise budget"
-        )
-
-
-def _votes(layers: Iterable[EvictingLayer]) -> Tensor:
-    """How many heads of how many layers would evict each slot: (B, L) int64."""
-    votes: Tensor | None = None
-    for layer in layers:
-        held = layer.held()
-        scores = layer.scores(held)
-        layer.check_scores(scores)
-        protection = layer.protection(held)
-        order = selection.eviction_order(scores, held.positions, protection)
-        going = layer.going(held, order, protection)
-        cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)
-        votes = cast if votes is None else votes + cast.to(votes.device)
-    assert votes is not None
-    return votes
 
 
 def _tensors(layer: Any) -> Iterable[Tensor]:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvevict.cache import EvictingCache, check_budget, human_bytes
+from kvevict.cache import EvictingCache, human_bytes
+from kvevict.checks import check_budget
 from kvevict.errors import OptionError
 from kvevict.evaluation import Result, perplexity
 from kvevict.policies import POLICIES, make_policy

@@ -8,6 +8,7 @@ through the accepted tokens once more, on the books themselves.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvevict.errors import UnsupportedOperationError
+from kvevict import eviction
+from kvevict.errors import OptionError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
+    from kvevict.spec import Spec
 
 RowSource = Callable[[int, int, int, int, Tensor | None], Iterable[tuple[int, Tensor]]]
 """(first query, end, slots they may see, how many of the last, mask) -> their attention rows, block by block."""
@@ -58,6 +61,21 @@ class Draft:
         return [(0, dense)] * (dense > 0) + [(each, each + 1) for each in range(dense, tokens)]
 
 
+def begin(layer: EvictingLayer, tokens: int) -> None:
+    """The forward of ``tokens`` tokens that comes now is a draft."""
+    dense = _prompt_within(layer, tokens)
+    before = (layer.seen, layer.row_seen, layer.prompt, layer.row_prompt, layer.shortest)
+    layer.draft = Draft(layer.slots, *before, tokens=tokens, dense=dense)
+    layer.give_up_free()
+    if not layer.seen and layer.awaited is not None:
+        layer.prompt = dense
+
+
+def _prompt_within(layer: EvictingLayer, tokens: int) -> int:
+    """How many of the next forward's ``tokens`` tokens are a prompt."""
+    return 0 if layer.seen else min(layer.awaited or tokens, tokens)
+
+
 def rehearse(layer: EvictingLayer, mask: Tensor | None, heads: int, rows: RowSource | None) -> Tensor | None:
     """The mask under which the newest forward attends as its tokens would one by one."""
     draft = layer.draft
@@ -68,7 +86,7 @@ def rehearse(layer: EvictingLayer, mask: Tensor | None, heads: int, rows: RowSou
     blocks = draft.blocks(draft.tokens)
     if not evicts_within(layer, draft.first, draft.seen, blocks):
         return mask
-    scratch = layer.twin()
+    scratch = _twin(layer)
     shown = []
     for start, stop in blocks:
         alive = scratch.booked(layer.slots) >= 0  # (B, H, slots)
@@ -88,12 +106,26 @@ def evicts_within(layer: EvictingLayer, first: int, seen: int, blocks: list[tupl
     return layer.uneven or first + before > layer.spec.tokens(layer.index, seen + before, layer.prompt)
 
 
+def reason_against(spec: Spec, free: bool, base: str) -> str | None:
+    """Why a draft that outgrows the budget cannot be verified token by token, or None."""
+    if spec.policy.consensus:
+        return "in this policy all layers decide together who goes"
+    if spec.rerotation is not None:
+        return "with positions='cache' every eviction moves the keys"
+    if not free and base == "eager":
+        return (
+            "eager attention shows its weights only when all is over (call model.set_attn_implementation('sdpa') "
+            "before building the cache)"
+        )
+    return None
+
+
 def check(layer: EvictingLayer, tokens: int) -> None:
     """Raises UnsupportedOperationError, before anything changes, if a draft cannot be verified exactly."""
     reason = layer.spec.no_drafts
     if reason is None:
         return
-    dense = 0 if layer.seen else min(layer.awaited or tokens, tokens)
+    dense = _prompt_within(layer, tokens)
     blocks = Draft.blocks_of(dense, tokens)
     if evicts_within(layer, layer.slots, layer.seen, blocks):
         raise UnsupportedOperationError(
@@ -103,10 +135,43 @@ def check(layer: EvictingLayer, tokens: int) -> None:
         )
 
 
-def accept(layer: EvictingLayer, removed: int) -> None:
-    """Ends the draft without its last ``removed`` tokens. The caller settles the layer."""
-    draft, layer.draft = layer.draft, None
-    assert draft is not None
+def check_crop(layer: EvictingLayer, tokens: int) -> None:
+    """Raises OptionError below 0, UnsupportedOperationError if ``tokens`` tokens cannot be taken back."""
+    if tokens < 0:
+        raise OptionError(f"crop({-tokens}): give minus the number of tokens to remove, such as crop({tokens})")
+    if tokens == 0:
+        return
+    if layer.draft is not None and tokens <= layer.draft.tokens:
+        return
+    if layer.draft is None and layer.is_croppable and not layer.record_past and tokens <= layer.seen:
+        return
+    newest = 0 if layer.draft is None else layer.draft.tokens
+    raise UnsupportedOperationError(
+        f"crop(-{tokens}): an EvictingCache takes back only tokens of a forward that past recording saw "
+        f"({newest} here), and before the first eviction those of policies that read no attention. Call "
+        "cache.activate_past_recording() before the forward, or go on from a copy.deepcopy(cache) made before it"
+    )
+
+
+def cut(layer: EvictingLayer, tokens: int) -> None:
+    """Takes back the newest ``tokens`` tokens; ``check_crop`` has agreed. The caller settles the layer."""
+    if layer.draft is not None:
+        _accept(layer, layer.draft, tokens)
+    elif tokens:
+        layer.clear_slots(layer.slots - tokens, layer.slots)
+        layer.slots, layer.seen, layer.fresh = layer.slots - tokens, layer.seen - tokens, 0
+        layer.arrived = layer.landed = None
+        layer.shortest = layer.seen
+        if layer.row_seen is not None:
+            layer.row_seen = (layer.slot_positions[:, 0] >= 0).sum(1)
+            layer.shortest = int(layer.row_seen.min())
+        if layer.prompt is not None and layer.seen <= layer.prompt:
+            layer.prompt = layer.row_prompt = None
+
+
+def _accept(layer: EvictingLayer, draft: Draft, removed: int) -> None:
+    """Ends the draft without its last ``removed`` tokens."""
+    layer.draft = None
     accepted = draft.tokens - removed
     layer.seen, layer.row_seen, layer.shortest = draft.seen, draft.row_seen, draft.shortest
     layer.clear_slots(draft.first + accepted, draft.first + draft.tokens)
@@ -118,9 +183,18 @@ def accept(layer: EvictingLayer, removed: int) -> None:
     layer.forget_forward()
 
 
+def _twin(layer: EvictingLayer) -> EvictingLayer:
+    """A layer over the same keys with books of its own."""
+    assert layer.positions is not None
+    twin = copy.copy(layer)
+    twin.positions = layer.positions.clone()
+    twin.state = {name: column.clone() for name, column in layer.state.items()}
+    return twin
+
+
 def _step(layer: EvictingLayer, draft: Draft, start: int, stop: int, *, evict: bool) -> None:
     """Some tokens of a draft arrive in ``layer``, are observed, and what is too many is marked empty."""
-    layer.stand_at(draft, start, stop)
+    _stand_at(layer, draft, start, stop)
     if draft.rows is not None and layer.wanted:
         mask = draft.mask
         if mask is not None and mask.dim() == 4:
@@ -131,7 +205,20 @@ def _step(layer: EvictingLayer, draft: Draft, start: int, stop: int, *, evict: b
             mask = layer.causal_mask(draft.heads)
         layer.observe(draft.rows(start, stop, layer.slots, layer.wanted, mask))
     if evict and layer.crowded:
-        layer.mark()
+        eviction.mark(layer)
+
+
+def _stand_at(layer: EvictingLayer, draft: Draft, start: int, stop: int) -> None:
+    """Takes the tokens ``start`` to ``stop`` of a draft for the newest forward."""
+    assert draft.arrived is not None and layer.positions is not None
+    layer.slots, layer.seen, layer.fresh = draft.first + stop, draft.seen + stop, stop - start
+    layer.arrived, layer.landed = draft.arrived[:, start:stop], None
+    layer.write(layer.positions, layer.arrived[:, None])
+    layer.shortest, layer.ragged = layer.seen, False
+    if draft.row_seen is not None:
+        layer.row_seen = draft.row_seen + (draft.arrived[:, :stop] >= 0).sum(1)
+        layer.shortest = int(layer.row_seen.min())
+        layer.ragged = layer.is_ragged(layer.arrived >= 0)
 
 
 def _hide(mask: Tensor, alive: Tensor, heads: int) -> Tensor:

@@ -15,7 +15,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from kvevict.cache import EvictingCache, check_budget
+from kvevict.cache import EvictingCache
+from kvevict.checks import check_budget
 from kvevict.errors import OptionError
 from kvevict.host import cache_argument
 from kvevict.policies import make_policy

@@ -116,6 +116,13 @@ def check_layers(model: nn.Module, config: PreTrainedConfig) -> None:
         )
 
 
+def can_crop(layer: Any) -> bool:
+    """Whether a layer of transformers can take tokens back now."""
+    if getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False):
+        return bool(layer.get_seq_length() < layer.sliding_window)
+    return bool(getattr(layer, "is_croppable", False))
+
+
 def head_size(config: PreTrainedConfig) -> int | None:
     """Numbers of one key or value of one head, if the decoder's config tells."""
     size = getattr(config, "head_dim", None)

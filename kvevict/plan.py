@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvevict.cache import check_budget
+from kvevict.checks import check_budget
 from kvevict.errors import OptionError
 from kvevict.needles import KINDS, QUESTIONS, TASKS
 from kvevict.policies import POLICIES, make_policy

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvevict.books import gathered
 from kvevict.errors import MissingPackageError, OptionError, UnsupportedModelError
 from kvevict.inference import outside_inference_mode
-from kvevict.layer import EvictingLayer, Spec, gathered
+from kvevict.layer import EvictingLayer
+from kvevict.spec import Spec
 
 NOBODY = 2**62
 """The position of no token, after all others."""
@@ -111,8 +113,9 @@ class QuantizedLayer(EvictingLayer):
         self.how = how
         super().__init__(spec, index)
 
-    def _clear(self) -> None:
-        super()._clear()
+    def clear(self) -> None:
+        """Holds and knows nothing."""
+        super().clear()
         self.packed: tuple[Packed, Packed] | None = None
         self.packed_positions: Tensor | None = None  # (B, H, P), NOBODY where a row has fewer
         self.packed_rows: Tensor | None = None  # (B,) which of the packed rows is which; None: they are in order

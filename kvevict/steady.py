@@ -153,6 +153,34 @@ def _ring(held: Held, stay: Tensor | None) -> Ring:
 # -- by score --------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Full(Held):
+    """Slots that are all in use, of which one at a time gets a new token: their order need not be sorted every time.
+
+    order: (B, H, L + 1) slots from the oldest token to the newest, and a last one to spare; None until asked for.
+    """
+
+    order: Tensor | None = None
+
+    def oldest_first(self) -> Tensor:
+        if self.order is None:
+            ranked = super().oldest_first()
+            self.order = torch.cat([ranked, ranked[..., :1]], -1)
+        return self.order[..., :-1]
+
+    def arrive(self, slot: Tensor) -> None:
+        """The newest token is in ``slot`` (B, H, 1), whatever was there before."""
+        assert isinstance(self.seen, int)
+        self.positions.scatter_(2, slot, self.seen - 1)
+        if self.order is None:
+            return
+        order, later = self.order[..., :-1], self.order[..., 1:]
+        left = (order == slot).to(torch.uint8).argmax(-1, keepdim=True)  # (B, H, 1), the rank that was left
+        ranks = torch.arange(order.shape[-1], device=order.device)
+        order.copy_(torch.where(ranks < left, order, later))
+        order[..., -1:].copy_(slot)
+
+
 @dataclass(eq=False)
 class Choice:
     """What a choice needs every time: of one layer, or of several stacked as rows.
@@ -163,16 +191,14 @@ class Choice:
     columns: the policy's columns as stored, with the number that a token begins with.
     """
 
-    held: Held
+    held: Full
     may_go: Tensor | None
     recent: int
     columns: list[tuple[Tensor, float]]
 
     def book(self, slot: Tensor) -> None:
         """The newest token is in ``slot`` (B, H, 1) now, and its columns begin."""
-        seen = self.held.seen
-        assert isinstance(seen, int)
-        self.held.positions.scatter_(2, slot, seen - 1)
+        self.held.arrive(slot)
         for stored, fill in self.columns:
             stored.scatter_(2, selection.per_slot(slot, stored), fill)
 
@@ -184,6 +210,10 @@ class Choice:
             may_go = older if may_go is None else older & may_go
         lowest, slot = selection.lowest_first(scores, positions, may_go)
         return slot, lowest
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept beside the layers' own tensors."""
+        return [each for each in (self.may_go, self.held.order) if each is not None]
 
 
 @dataclass(eq=False)
@@ -215,7 +245,8 @@ class Alone(Steady):
     def observe(self, layer: EvictingLayer, blocks: Iterable[tuple[int, Tensor]]) -> None:
         for _, weights in blocks:
             self.group = weights.shape[2]
-            layer.spec.policy.observe(self.choice.held, Rows(weights, self.newest.expand(weights.shape[0], 1)))
+            newest = self.newest.expand(weights.shape[0], 1)
+            layer.spec.policy.observe(self.choice.held, Rows(weights, newest, decode=True))
 
     def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
         scores = layer.scores(self.choice.held)
@@ -233,7 +264,7 @@ class Alone(Steady):
         self.marked = True
 
     def tensors(self) -> list[Tensor]:
-        return [self.newest] if self.choice.may_go is None else [self.newest, self.choice.may_go]
+        return [self.newest, *self.choice.tensors()]
 
 
 @dataclass(eq=False)
@@ -339,7 +370,7 @@ class Choir:
             layer.steady.owes = ""
         rows, H, slots = held.positions.shape
         newest = torch.full((1, 1), first.seen - 1, device=held.positions.device)
-        shown = Rows(self.attention.view(rows, H, -1, 1, slots), newest.expand(rows, 1))
+        shown = Rows(self.attention.view(rows, H, -1, 1, slots), newest.expand(rows, 1), decode=True)
         first.spec.policy.observe(held, shown)
 
     def scores(self) -> Tensor:
@@ -400,8 +431,7 @@ class Choir:
 
     def tensors(self) -> list[Tensor]:
         """What is kept beside the layers' own tensors."""
-        may_go = [] if self.choice.may_go is None else [self.choice.may_go]
-        return [self.attention, self.slot, *may_go]
+        return [self.attention, self.slot, *self.choice.tensors()]
 
 
 # -- how it begins ---------------------------------------------------------------------------------------------
@@ -419,7 +449,7 @@ def begin(layer: EvictingLayer) -> Steady | None:
     ready = layer.free is not None and layer.unmasked and layer.prompt is not None and layer.draft is None
     if not (usual and ready and spec.rerotation is None and spec.one_by_one and isinstance(spec.budget, int)):
         return None
-    held = layer.held()
+    held = Full(**vars(layer.held()))
     stay = selection.protected(
         held.positions,
         seen=0,
@@ -463,6 +493,18 @@ def _likeness(layer: EvictingLayer) -> tuple[torch.Size, int, torch.device, int]
     return layer.slot_positions.shape, layer.steady.group, layer.device, layer.seen
 
 
+def _stacked(columns: list[Tensor]) -> Tensor:
+    """Columns (B, H, L, ...) of one kind: (layers, B, H, L, ...). Further dimensions come first in memory.
+
+    What a query gives to all tokens lies together then.
+    """
+    further = columns[0].dim() - 3
+    if not further:
+        return torch.stack(columns)
+    ahead, behind = tuple(range(further)), tuple(range(-further, 0))
+    return torch.stack([column.movedim(behind, ahead) for column in columns], further).movedim(ahead, behind)
+
+
 def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:
     """Stacks the books of ``layers``, which become views of the stack."""
     alone = [layer.steady for layer in layers]
@@ -470,12 +512,12 @@ def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:
     names = list(choices[0].held.columns)
     slot = torch.cat([layer.free for layer in layers if layer.free is not None])
     positions = torch.stack([choice.held.positions for choice in choices])
-    columns = {name: torch.stack([choice.held.columns[name] for choice in choices]) for name in names}
+    columns = {name: _stacked([choice.held.columns[name] for choice in choices]) for name in names}
     may_go = choices[0].may_go
     if may_go is not None:
         may_go = torch.cat([choice.may_go for choice in choices if choice.may_go is not None])
     held = choices[0].held
-    stacked = Held(
+    stacked = Full(
         positions=positions.flatten(0, 1),
         seen=held.seen,
         budget=held.budget,

@@ -38,13 +38,7 @@ def run(
     for block in forwards:
         held.append([layer.kept_positions().clone() for layer in cache.evicting_layers])
         done += block.shape[1]
-        arguments = _arguments(model, cache, first if len(logits) == 0 else None)
-        if attention_mask is not None:
-            arguments["attention_mask"] = attention_mask[:, :done]
-        if position_ids and _takes_positions(model):
-            arguments["position_ids"] = _positions(block, attention_mask, done)
-        with torch.no_grad():
-            logits.append(model(block, **arguments).logits)
+        logits.append(_forward(model, cache, block, attention_mask, position_ids, done, None if logits else first))
     return logits, held
 
 
@@ -100,21 +94,31 @@ def replay(
                     mask = mask.repeat_interleave(getattr(module, "num_key_value_groups", heads // kv_heads), 1)
                 masks[id(module)] = mask
             done += queries
-            arguments = _arguments(model, cache, first if len(logits) == 0 else None)
-            if attention_mask is not None:
-                arguments["attention_mask"] = attention_mask[:, :done]
-            if position_ids and _takes_positions(model):
-                arguments["position_ids"] = _positions(block, attention_mask, done)
-            with torch.no_grad():
-                logits.append(model(block, **arguments).logits)
+            logits.append(_forward(model, cache, block, attention_mask, position_ids, done, None if logits else first))
     finally:
         for handle in handles:
             handle.remove()
     return logits
 
 
-def _arguments(model: PreTrainedModel, cache: object, more: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {host.cache_argument(model): cache, "use_cache": True, **(more or {})}
+def _forward(
+    model: PreTrainedModel,
+    cache: object,
+    block: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: bool,
+    done: int,
+    more: Mapping[str, Any] | None,
+) -> Tensor:
+    """The logits of the forward that ends at column ``done``."""
+    arguments = {host.cache_argument(model): cache, "use_cache": True, **(more or {})}
+    if attention_mask is not None:
+        arguments["attention_mask"] = attention_mask[:, :done]
+    if position_ids and _takes_positions(model):
+        arguments["position_ids"] = _positions(block, attention_mask, done)
+    with torch.no_grad():
+        logits: Tensor = model(block, **arguments).logits
+    return logits
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:

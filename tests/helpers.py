@@ -47,6 +47,11 @@ NOISE = 2e-5
 one wrong token moves them by more than 0.1 (test_the_reference_can_fail)."""
 
 
+every_policy = pytest.mark.parametrize("name", NAMES)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+
+
 def small(name: str, **options: Any) -> Policy:
     """The policy of that name with options that fit a budget of nine tokens."""
     return make_policy(name, **{**SMALL.get(name, {}), **options})

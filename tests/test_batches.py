@@ -10,14 +10,15 @@ import torch
 from helpers import (
     BLOCKS,
     BUDGET,
-    IMPLEMENTATIONS,
     LENGTHS,
-    NAMES,
     NOISE,
     PROMPT,
+    alone_and_padded,
     batch,
     blocks_of,
     by_position,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -31,10 +32,6 @@ from helpers import (
 
 from kvevict import EvictingCache, host
 from kvevict.policies import PyramidKV
-
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
 
 # -- padding -------------------------------------------------------------------------------------------------------
 
@@ -331,7 +328,7 @@ def test_threads_with_different_policies_share_a_model(implementation):
 
 @every_policy
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_after_reset_a_cache_is_as_new(name, implementation, padded):
     model = tiny(implementation)
     ids, mask = batch(padded)
@@ -351,7 +348,7 @@ def test_after_reset_a_cache_is_as_new(name, implementation, padded):
 
 @every_policy
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_a_deep_copy_continues_like_the_original_and_apart_from_it(name, implementation, padded):
     model = tiny(implementation)
     ids, mask = batch(padded)

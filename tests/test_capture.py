@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HEADS, KV_HEADS, LAYERS, NAMES, forward, plain, small, snapshot, text, tiny
-from test_cli import folder, words  # noqa: F401 - fixtures: a saved model that knows a few words, and a text
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from kvevict import EvictingCache, OptionError, UnsupportedModelError
@@ -317,7 +316,7 @@ def test_perplexities_stand_beside_the_rows_and_what_forgets_nothing_is_not_rank
     assert "–" in both.table()  # the oracle cannot run inside a model
 
 
-def test_capture_then_simulate_with_the_closed_loop(folder, words, tmp_path, capsys):  # noqa: F811 - a fixture
+def test_capture_then_simulate_with_the_closed_loop(folder, words, tmp_path, capsys):
     trace = tmp_path / "trace"
     arguments = [str(folder), str(words), "--tokens", "60", "--block", "16", "--output", str(trace)]
     assert main(["capture", *arguments]) == 0
@@ -351,7 +350,7 @@ def test_the_closed_loop_of_a_formula_is_refused(tmp_path, capsys):
     assert "has no seeds" in capsys.readouterr().err
 
 
-def test_the_readmes_commands_run(folder, words, tmp_path, monkeypatch, capsys):  # noqa: F811 - fixtures
+def test_the_readmes_commands_run(folder, words, tmp_path, monkeypatch, capsys):
     section = README.read_text("utf-8").partition("## Simulate")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)

@@ -9,25 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import save_reader
 
 import kvevict
 from kvevict import text as text_module
 from kvevict.cli import main
 from kvevict.policies import POLICIES
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reader(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def words(tmp_path: Path) -> Path:
-    """200 tokens."""
-    path = tmp_path / "words.txt"
-    path.write_text(("the cat sat on a mat and saw that dog; " * 6)[:200])
-    return path
 
 
 @pytest.fixture

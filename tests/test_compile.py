@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BUDGET, IMPLEMENTATIONS, NOISE, PROMPT, forward, kept, small, text, tiny
+from helpers import BUDGET, NOISE, PROMPT, every_implementation, forward, kept, small, text, tiny
 from torch import _dynamo as dynamo
 
 from kvevict import EvictingCache, host
@@ -17,7 +17,7 @@ def _forget_graphs() -> None:
 
 
 @pytest.mark.parametrize("name", ["h2o", "random"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_decoding_at_a_full_cache_is_compiled_once(name, implementation):
     """aot_eager traces as the default backend does, without compiling kernels for a minute."""
     model = tiny(implementation, num_hidden_layers=2)

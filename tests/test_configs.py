@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import save_reader
 
 from kvevict.cli import main
 from kvevict.plan import Source, load_plan
@@ -17,11 +16,6 @@ from kvevict.results import read_rows
 from kvevict.sweep import run_plan
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.yaml"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reader(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -13,17 +13,18 @@ from helpers import (
     BLOCKS,
     BUDGET,
     HEADS,
-    IMPLEMENTATIONS,
     LAYERS,
     LENGTHS,
-    NAMES,
     NOISE,
     PROMPT,
     RENAMED,
     VOCABULARY,
+    alone_and_padded,
     batch,
     blocks_of,
     deprecated_name,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -61,9 +62,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROOM = 64
 """A budget that nothing outgrows."""
 
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 

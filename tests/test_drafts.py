@@ -16,6 +16,7 @@ from helpers import (
     OBSERVING,
     PROMPT,
     VOCABULARY,
+    alone_and_padded,
     blocks_of,
     by_position,
     forward,
@@ -238,7 +239,7 @@ def _filled(model: Any, name: str, padded: bool = False) -> tuple[EvictingCache,
 
 
 @every_exact
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 @pytest.mark.parametrize("accepted", range(6))
 def test_a_shortened_draft_equals_its_accepted_tokens_one_by_one(name, implementation, padded, accepted):
     model = tiny(implementation)
@@ -319,7 +320,7 @@ def test_more_than_the_newest_draft_is_not_taken_back_and_nothing_changes():
 
 
 @pytest.mark.parametrize("name", ["full", "streaming_llm", "random", "key_norm"])
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_before_the_first_eviction_policies_that_read_no_attention_crop_like_any_cache(name, padded):
     model = tiny()
     ids, mask = text(3 if padded else 1, 40), ragged_mask(40) if padded else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,14 +13,17 @@ from helpers import (
     BUDGET,
     FREE,
     HEADS,
-    IMPLEMENTATIONS,
     KV_HEADS,
+    LENGTHS,
     NAMES,
     OBSERVING,
     PROMPT,
     VOCABULARY,
+    alone_and_padded,
     batch,
     blocks_of,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -68,9 +72,6 @@ from kvevict import (
 )
 from kvevict.policies import H2O, POLICIES, TOVA, StreamingLLM
 from kvevict.policies.base import ALL_QUERIES
-
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def _assert_refused(error: type[Exception], words: list[str], model: Any, *args: Any, **options: Any) -> None:
@@ -179,25 +180,30 @@ def test_protections_that_outgrow_every_share_are_refused():
     )  # fmt: skip  # one call
 
 
-@pytest.mark.parametrize("options", [{"sinks": 3, "recent": 2}, {"sinks": 2, "recent": 1, "protect_prompt": 0.5},
-                                     {"sinks": 5, "protect_prompt": 0.4}])  # fmt: skip  # one list
-@every_policy
-@every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
-def test_a_small_share_still_holds_its_protections(name, options, implementation, padded):
-    model, policy = tiny(implementation), small(name, **options)
-    cache = EvictingCache(model, policy, budget=0.1)
+def _held_by_rows(model: Any, cache: EvictingCache, padded: bool) -> Iterator[tuple[int, list[list[int]]]]:
+    """After every forward, for each layer and row: how many real tokens it has seen, and what each head holds."""
     ids, mask = batch(padded)
     done = 0
     for block in blocks_of(ids):
         done += block.shape[1]
         forward(model, cache, block, None if mask is None else mask[:, :done], positions=True)
         for positions in kept(cache):
-            for row, length in enumerate((20, 13, 5)[: len(ids)]):
-                seen = done - PROMPT + length
-                recent = int(policy.recent_for(policy.least()))
-                protected = set(range(min(policy.sinks, seen))) | set(range(max(0, seen - recent), seen))
-                assert all(protected <= set(head) for head in positions[row].tolist())
+            for row, length in enumerate(LENGTHS[: len(ids)]):
+                yield done - PROMPT + length, positions[row].tolist()
+
+
+@pytest.mark.parametrize("options", [{"sinks": 3, "recent": 2}, {"sinks": 2, "recent": 1, "protect_prompt": 0.5},
+                                     {"sinks": 5, "protect_prompt": 0.4}])  # fmt: skip  # one list
+@every_policy
+@every_implementation
+@alone_and_padded
+def test_a_small_share_still_holds_its_protections(name, options, implementation, padded):
+    model, policy = tiny(implementation), small(name, **options)
+    cache = EvictingCache(model, policy, budget=0.1)
+    recent = int(policy.recent_for(policy.least()))
+    for seen, heads in _held_by_rows(model, cache, padded):
+        protected = set(range(min(policy.sinks, seen))) | set(range(max(0, seen - recent), seen))
+        assert all(protected <= set(head) for head in heads)
 
 
 def test_the_authors_rounding_never_gives_a_layer_less_than_its_protections():
@@ -227,7 +233,7 @@ def test_a_protected_share_is_a_share(value, name):
 
 @every_policy
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_a_prompt_too_long_to_be_protected_is_refused_and_changes_nothing(name, implementation, padded):
     if name == "full":
         pytest.skip("full never evicts")
@@ -456,7 +462,7 @@ def test_policies_that_need_no_attention_outlive_detach(name):
     assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_policy
 def test_keys_that_are_never_attended_to_are_an_error_at_the_next_update(name):
     """A model whose attention does not arrive must not grow the cache in silence."""
     model = tiny()
@@ -527,7 +533,7 @@ def test_a_layer_that_the_model_does_not_have_is_an_error():
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize("name", ["h2o", "random"])
 def test_a_mask_that_forgets_evicted_tokens_is_an_error(name, implementation):
     model = tiny(implementation)
@@ -623,20 +629,13 @@ class HatesTheProtected(Policy):
 
 @pytest.mark.parametrize("whole", [False, True], ids=["floats", "integers"])
 @every_implementation
-@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+@alone_and_padded
 def test_no_score_can_evict_the_protected(whole, implementation, padded):
     model = tiny(implementation)
-    ids, mask = batch(padded)
     cache = EvictingCache(model, HatesTheProtected(sinks=3, recent=3, whole=whole), budget=BUDGET)
-    done = 0
-    for block in blocks_of(ids):
-        done += block.shape[1]
-        forward(model, cache, block, None if mask is None else mask[:, :done], positions=True)
-        for positions in kept(cache):
-            for row, length in enumerate((20, 13, 5)[: len(ids)]):
-                seen = done - PROMPT + length
-                for head in positions[row].tolist():
-                    assert set(range(min(3, seen))) | set(range(max(0, seen - 3), seen)) <= set(head)
+    for seen, heads in _held_by_rows(model, cache, padded):
+        protected = set(range(min(3, seen))) | set(range(max(0, seen - 3), seen))
+        assert all(protected <= set(head) for head in heads)
 
 
 @dataclass(frozen=True, kw_only=True)

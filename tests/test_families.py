@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, OTHER_RELEASES, RELEASE, Row, found, model_of, recorded, written
-from helpers import NOISE, blocks_of, generate, largest_error, loop, ragged_mask, text
+from helpers import NOISE, alone_and_padded, blocks_of, generate, largest_error, loop, ragged_mask, text
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -36,7 +36,6 @@ def _row(family: str) -> Row:
 SUPPORTED = [family for family in FAMILIES if _row(family).outcome == "supported"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_supported_family = pytest.mark.parametrize("family", SUPPORTED)
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 
 
 def _inputs(padded: bool) -> tuple[Tensor, Tensor | None]:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvevict.layer import EvictingLayer, Spec
+from kvevict.layer import EvictingLayer
 from kvevict.policies import H2O, TOVA, Attention, Policy, Scissorhands, SnapKV, StreamingLLM
 from kvevict.policies.base import Held, Rows
+from kvevict.spec import Spec
 
 SHARED = Path(os.environ.get("KVEVICT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 GOLDEN = SHARED / "data" / "golden" / "eviction_traces.json"

@@ -20,8 +20,9 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"errors"},
     {"files", "inference"},
     {"policies", "selection", "masks"},
-    {"host", "statistics", "rope", "drafts", "storage"},
-    {"steady"},
+    {"host", "statistics", "rope", "storage", "eviction"},
+    {"spec", "drafts", "steady"},
+    {"books", "checks"},
     {"layer"},
     {"quantized", "offloaded"},
     {"observe"},
@@ -39,7 +40,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"cli"},
     {"__main__"},
 ]
-HOST = {"host", "cache", "layer", "observe", "testing", "rope", "storage"}
+HOST = {"host", "books", "cache", "observe", "testing", "rope", "storage"}
 MEASURING = {
     "bench", "bootstrap", "commands", "compare", "evaluation", "fidelity", "figures", "growth", "harness", "kept",
     "lab", "maps", "metrics", "models", "needles", "pieces", "plan", "plots", "protocols", "results", "retrieval",

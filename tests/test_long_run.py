@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvevict import EvictingCache, host, statistics
-from kvevict.layer import EvictingLayer, Spec
+from kvevict.layer import EvictingLayer
 from kvevict.policies import make_policy
+from kvevict.spec import Spec
 
 TOKENS, BUDGET, PROMPT = 20_000, 64, 80
 HEADS, GROUP, HEAD = 2, 2, 8

@@ -11,13 +11,13 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from helpers import (
     BUDGET,
     HEADS,
-    IMPLEMENTATIONS,
-    NAMES,
     NOISE,
     PROMPT,
     VOCABULARY,
     batch,
     blocks_of,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -48,8 +48,6 @@ from transformers.generation.streamers import BaseStreamer
 from kvevict import EvictingCache, OptionError, UnsupportedOperationError, WrongModelError, host
 
 ROOM = 64
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 some_policies = pytest.mark.parametrize("name", ["streaming_llm", "random", "h2o", "snapkv", "adaptive_ema"])
 
 

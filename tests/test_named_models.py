@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from helpers import NOISE, blocks_of, forward, generate, kept, largest_error, loop, plain, ragged_mask, sharpened, text
+from helpers import (
+    NOISE,
+    alone_and_padded,
+    blocks_of,
+    forward,
+    generate,
+    kept,
+    largest_error,
+    loop,
+    plain,
+    ragged_mask,
+    sharpened,
+    text,
+)
 from transformers import (
     CLIPVisionConfig,
     DynamicCache,
@@ -24,8 +37,6 @@ from kvevict import EvictingCache, UnsupportedModelError, WrongModelError, host,
 BUDGET, ROOM, PROMPT = 9, 64, 20
 BLOCKS = (PROMPT, 1, 1, 6, 1, 1)
 FULL = ["full_attention"] * 2
-
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 
 
 def _rope(**options: Any) -> dict[str, Any]:

@@ -20,14 +20,16 @@ from helpers import (
     IMPLEMENTATIONS,
     KV_HEADS,
     LENGTHS,
-    NAMES,
     NOISE,
     OBSERVING,
     PROMPT,
     VOCABULARY,
+    alone_and_padded,
     batch,
     blocks_of,
     by_position,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -54,11 +56,8 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 
 from kvevict import EvictingCache, ObservationError, UnsupportedModelError, detach, host, observe, testing
 from kvevict.policies import H2O, Attention
-from kvevict.statistics import BLOCK, attention_rows
+from kvevict.statistics import CPU_BLOCK, attention_rows
 
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 ROOM = 64
 FP32 = 1e-5  # softmax weights of size 1, added up over at most 40 queries in another order
 
@@ -387,17 +386,22 @@ def _flashlike(
     return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 
-@every_policy
-@alone_and_padded
-def test_a_renamed_sdpa_works_like_sdpa(name, padded, register_kernel):
-    register_kernel("renamed", sdpa_attention_forward, sdpa_mask)
+def _assert_works_like_sdpa(model: Any, name: str, padded: bool, budget: int) -> None:
     ids, mask = batch(padded)
-    model, other = tiny("renamed"), tiny("sdpa")
-    cache, expected = (EvictingCache(m, small(name), budget=BUDGET) for m in (model, other))
+    other = tiny("sdpa")
+    cache, expected = (EvictingCache(m, small(name), budget=budget) for m in (model, other))
     got = loop(model, cache, blocks_of(ids), mask, positions=True)
     logits = loop(other, expected, blocks_of(ids), mask, positions=True)
     assert largest_error(got, logits, blocks_of(ids), mask) < NOISE
     assert all(torch.equal(one, two) for one, two in zip(kept(cache), kept(expected), strict=True))
+
+
+@every_policy
+@alone_and_padded
+def test_a_renamed_sdpa_works_like_sdpa(name, padded, register_kernel):
+    register_kernel("renamed", sdpa_attention_forward, sdpa_mask)
+    model = tiny("renamed")
+    _assert_works_like_sdpa(model, name, padded, BUDGET)
     before = snapshot(tiny("renamed"))
     detach(model)
     assert len(snapshot(model)) == len(before)
@@ -408,13 +412,7 @@ def test_a_renamed_sdpa_works_like_sdpa(name, padded, register_kernel):
 @pytest.mark.parametrize("budget", [BUDGET, ROOM])
 def test_a_kernel_with_flat_masks_works_like_sdpa(name, padded, budget, register_kernel):
     register_kernel("flat_masks", _flashlike, flash_attention_mask)
-    ids, mask = batch(padded)
-    model, other = tiny("flat_masks"), tiny("sdpa")
-    cache, expected = (EvictingCache(m, small(name), budget=budget) for m in (model, other))
-    got = loop(model, cache, blocks_of(ids), mask, positions=True)
-    logits = loop(other, expected, blocks_of(ids), mask, positions=True)
-    assert largest_error(got, logits, blocks_of(ids), mask) < NOISE
-    assert all(torch.equal(one, two) for one, two in zip(kept(cache), kept(expected), strict=True))
+    _assert_works_like_sdpa(tiny("flat_masks"), name, padded, budget)
 
 
 def test_a_kernel_of_the_users_own_is_used_for_every_forward_without_a_mask(register_kernel):
@@ -554,13 +552,13 @@ def test_rows_equal_a_naive_softmax(softcap, with_sinks, masked, queries, last):
 
 
 def test_rows_come_in_blocks_that_together_are_all_queries():
-    query, keys = torch.randn(1, 4, 3 * BLOCK + 5, 8), torch.randn(1, 2, 3 * BLOCK + 9, 8)
+    query, keys = torch.randn(1, 4, 3 * CPU_BLOCK + 5, 8), torch.randn(1, 2, 3 * CPU_BLOCK + 9, 8)
     starts, whole = [], torch.zeros(1, 4, query.shape[2], keys.shape[2])
     for start, weights in attention_rows(query, keys, None, scaling=0.3, last=query.shape[2]):
         starts.append(start)
         flat = weights.flatten(1, 2)
         whole[:, :, start : start + flat.shape[2], : flat.shape[3]] = flat
-    assert starts == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
+    assert starts == [0, CPU_BLOCK, 2 * CPU_BLOCK, 3 * CPU_BLOCK]
     shown = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(4)
     logits = query @ keys.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
     torch.testing.assert_close(whole, logits.masked_fill(~shown, -torch.inf).softmax(-1), rtol=0, atol=1e-6)

@@ -10,13 +10,14 @@ import torch
 from accelerate import cpu_offload
 from helpers import (
     BUDGET,
-    IMPLEMENTATIONS,
     LAYERS,
-    NAMES,
     PROMPT,
+    alone_and_padded,
     batch,
     blocks_of,
     by_position,
+    every_implementation,
+    every_policy,
     generate,
     kept,
     loop,
@@ -29,10 +30,6 @@ from torch import Tensor
 from kvevict import EvictingCache, OptionError, offloaded
 from kvevict.layer import EvictingLayer
 from kvevict.offloaded import OffloadedLayer
-
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 
 
 @pytest.fixture

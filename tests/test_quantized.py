@@ -11,15 +11,16 @@ import pytest
 import torch
 from helpers import (
     BUDGET,
-    IMPLEMENTATIONS,
     KV_HEADS,
     LAYERS,
-    NAMES,
     NOISE,
     PROMPT,
+    alone_and_padded,
     batch,
     blocks_of,
     by_position,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -43,10 +44,7 @@ HEAD, RESIDUAL = 16, 5
 HOW = Quantized(q_group_size=8, residual_length=RESIDUAL)
 NEWER = hasattr(QuantizedLayer, "_apply_pending_reorder")
 """Older releases of transformers count a turn of several tokens as one, and leave packed rows where they were."""
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_width = pytest.mark.parametrize("nbits", [2, 4])
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 
 
 def _how(nbits: int) -> Quantized:

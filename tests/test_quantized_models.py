@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BUDGET, IMPLEMENTATIONS, NOISE, PROMPT, forward, generate, kept, small, text, tiny
+from helpers import BUDGET, NOISE, PROMPT, every_implementation, forward, generate, kept, small, text, tiny
 from torch import Tensor
 
 from kvevict import EvictingCache, WrongModelError, detach, testing
 
 NEW = 10
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 some_policies = pytest.mark.parametrize("name", ["h2o", "random", "adaptive_ema"])
 
 

@@ -10,11 +10,11 @@ import torch
 from helpers import (
     BUDGET,
     HEADS,
-    IMPLEMENTATIONS,
     KV_HEADS,
     NOISE,
     VOCABULARY,
     blocks_of,
+    every_implementation,
     forward,
     generate,
     kept,
@@ -39,9 +39,10 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvevict import EvictingCache, UnsupportedModelError
-from kvevict.layer import EvictingLayer, Spec
+from kvevict.layer import EvictingLayer
 from kvevict.policies import StreamingLLM
 from kvevict.rope import EXACT_TYPES, rerotation_for
+from kvevict.spec import Spec
 
 SINKS = 4
 ORIGINAL = 32  # positions that the tiny models were "trained" on
@@ -54,7 +55,6 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
 }  # fmt: skip  # a table
 every_exact_rope = pytest.mark.parametrize("rope", EXACT_TYPES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def _model(rope: str, implementation: str = "sdpa", **options: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import HEADS, KV_HEADS, LAYERS, NAMES, small, tiny
+from helpers import HEADS, KV_HEADS, LAYERS, NAMES, every_policy, small, tiny
 
 from kvevict import ALL_QUERIES, EvictingCache, OptionError, Policy, PolicyError
 from kvevict.lab.catalogue import CATALOGUE, PUBLISHED_RECALL, PUBLISHED_RETAINED, CataloguePyramidKV
@@ -238,7 +238,7 @@ def test_a_lane_keeps_what_the_cache_keeps_step_by_step(name):
             assert got == [[[p for p in head if p >= 0] for head in layer.tolist()] for layer in layers], (budget, t)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_policy
 def test_rows_side_by_side_are_rows_alone(name):
     policy = small(name)
     together = simulate(random_trace(), {name: policy}, [9, 12], bounds=False)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvevict import EvictingCache, ObservationError, OptionError, PolicyError, host, observe, steady
 from kvevict.policies import H2O, SlidingWindow
+from kvevict.policies.base import Held
 
 WHILE = [PROMPT] + [1] * 12
 """A prompt, and decode steps that are alike from the third on."""
@@ -462,3 +463,28 @@ def test_one_pass_is_an_option_of_loading_and_is_checked_when_a_model_is_attache
         cache.attach(model)
     with pytest.raises(OptionError, match="fused_prefill=1"):
         EvictingCache(tiny(), "h2o", budget=BUDGET, fused_prefill=1)
+
+
+def test_the_order_of_age_follows_every_arrival_without_a_sort(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.randperm(9, generator=generator) for _ in range(6)]).view(2, 3, 9)
+    held = steady.Full(positions=positions, seen=9, budget=9)
+    held.oldest_first()
+    monkeypatch.setattr(Held, "oldest_first", None)  # from here on nothing is sorted
+    for _ in range(40):
+        slot = torch.randint(9, (2, 3, 1), generator=generator)  # any token may go: oldest, newest, in between
+        held.seen += 1
+        held.arrive(slot)
+        assert torch.equal(held.oldest_first(), held.positions.argsort(-1))
+
+
+def test_layers_that_left_a_choir_come_back_to_one(monkeypatch):
+    monkeypatch.setattr(steady, "TOGETHER", 2)
+    model, blocks = tiny(), text(1, sum(WHILE)).split(WHILE, 1)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    loop(model, cache, blocks[:6])
+    assert kinds(cache) == ["Member"] * LAYERS
+    cache.evicting_layers[0].leave_steady()  # as anything unusual in that layer does
+    assert kinds(cache) == ["NoneType", "NoneType", "Member"]
+    loop(model, cache, blocks[6:8])
+    assert kinds(cache) == ["Member"] * LAYERS

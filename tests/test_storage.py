@@ -15,11 +15,12 @@ import torch
 from helpers import (
     BUDGET,
     HEADS,
-    IMPLEMENTATIONS,
-    NAMES,
     NOISE,
     VOCABULARY,
+    alone_and_padded,
     blocks_of,
+    every_implementation,
+    every_policy,
     forward,
     generate,
     kept,
@@ -39,9 +40,6 @@ from kvevict import EvictingCache, Held, ObservationError, Policy, WrongModelErr
 from kvevict.errors import OutputError, StoredCacheError
 
 SIZES = (20, 1, 1, 6, 1)
-every_policy = pytest.mark.parametrize("name", NAMES)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-alone_and_padded = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
 
 
 def _filled(model: Any, policy: Any, budget: float = BUDGET, padded: bool = False) -> tuple[EvictingCache, Any, Any]:

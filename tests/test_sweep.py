@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import save_reader
 from transformers import DynamicCache
 
 from kvevict import EvictingCache, OptionError
@@ -34,11 +33,6 @@ PROSE = "The cat sat on a mat and saw a dog. It ran to its old house, and the do
 ARTICLES = "".join(f" = Part {n} = \n\n{PROSE * 2}\n\n" for n in "abc")
 TEXTS = [f" = Part{article}"[:100] for article in ARTICLES.split(" = Part")[1:]]
 """What the plans below read of each article: a token is a byte."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reader(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from transformers import Cache, PreTrainedModel
 
@@ -26,14 +26,17 @@ def by_seen(
 ) -> list[Measured]:
     """A step after so many tokens: evicting caches read on from size to size, full ones hold everything."""
     check_counts(steps, budget, *sizes)
-    found: list[Measured] = []
     caches: dict[str, Cache] = {}
-    for seen in sorted(set(sizes)):
+
+    def measure(seen: int, part: Progress | None) -> list[Measured]:
         group = entrants(model, policies, tokens=seen, budget=budget, limit=True)
-        part = None if progress is None else _share(progress, seen, sizes)
-        found += time_steps(group, "seen", seen, steps=steps, caches=caches, progress=part)
-        caches = {name: cache for name, cache in caches.items() if isinstance(cache, EvictingCache)}
-    return found
+        found = time_steps(group, "seen", seen, steps=steps, caches=caches, progress=part)
+        for name, cache in list(caches.items()):
+            if not isinstance(cache, EvictingCache):
+                del caches[name]
+        return found
+
+    return _each(sizes, measure, progress)
 
 
 def by_budget(
@@ -45,11 +48,11 @@ def by_budget(
     progress: Progress | None = None,
 ) -> list[Measured]:
     """A step at a full cache of so many tokens, against DynamicCache holding as many."""
-    found: list[Measured] = []
-    for size in sorted(set(sizes)):
-        part = None if progress is None else _share(progress, size, sizes)
-        found += decode(model, policies, size, steps=steps, section="budget", progress=part)
-    return found
+
+    def measure(size: int, part: Progress | None) -> list[Measured]:
+        return decode(model, policies, size, steps=steps, section="budget", progress=part)
+
+    return _each(sizes, measure, progress)
 
 
 def by_batch(
@@ -62,11 +65,11 @@ def by_batch(
     progress: Progress | None = None,
 ) -> list[Measured]:
     """A step of so many rows with ``held`` tokens in each."""
-    found: list[Measured] = []
-    for rows in sorted(set(sizes)):
-        part = None if progress is None else _share(progress, rows, sizes)
-        found += decode(model, policies, held, steps=steps, rows=rows, section="batch", at=rows, progress=part)
-    return found
+
+    def measure(rows: int, part: Progress | None) -> list[Measured]:
+        return decode(model, policies, held, steps=steps, rows=rows, section="batch", at=rows, progress=part)
+
+    return _each(sizes, measure, progress)
 
 
 def by_layers(
@@ -79,13 +82,12 @@ def by_layers(
     progress: Progress | None = None,
 ) -> list[Measured]:
     """A step of random-weight Llamas of the model's widths and so many layers, with ``held`` tokens."""
-    found: list[Measured] = []
-    for layers in sorted(set(sizes)):
-        part = None if progress is None else _share(progress, layers, sizes)
+
+    def measure(layers: int, part: Progress | None) -> list[Measured]:
         deep = random_model(shape_of(model, layers), device=str(model.device), dtype=model.dtype)
-        found += decode(deep, policies, held, steps=steps, section="layers", at=layers, progress=part)
-        del deep
-    return found
+        return decode(deep, policies, held, steps=steps, section="layers", at=layers, progress=part)
+
+    return _each(sizes, measure, progress)
 
 
 def shape_of(model: PreTrainedModel, layers: int) -> Shape:
@@ -101,6 +103,16 @@ def shape_of(model: PreTrainedModel, layers: int) -> Shape:
         intermediate=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         vocabulary=int(config.vocab_size),
     )
+
+
+def _each(
+    sizes: Sequence[int], measure: Callable[[int, Progress | None], list[Measured]], progress: Progress | None
+) -> list[Measured]:
+    """What ``measure`` finds at each size, the smallest first."""
+    found: list[Measured] = []
+    for size in sorted(set(sizes)):
+        found += measure(size, None if progress is None else _share(progress, size, sizes))
+    return found
 
 
 def _share(progress: Progress, size: int, sizes: Sequence[int]) -> Progress:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvevict.commands.options import Commands, counts, names, need, positive, say
+from kvevict.commands.options import Commands, add_device, counts, names, need, positive, say
+from kvevict.commands.progress import bar
 
 if TYPE_CHECKING:
     from kvevict.bench import Report, Settings
@@ -29,8 +29,7 @@ def add(commands: Commands) -> None:
     add = bench.add_argument
     add("--model", help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id [smollm2]')
     add("--shape", help='a Llama with random weights instead: 1b, 3b, 8b, or "layers=2,hidden=64,heads=4,kv_heads=2"')
-    add("--device", help='such as "cpu" or "cuda:0"; left out, CUDA if there is one')
-    add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="of the weights")
+    add_device(bench)
     add("--quick", action="store_true", help="small sizes and few repetitions: under a minute, to see that all works")
     add("--policies", type=names, help=f'"all", or names separated by commas [{",".join(POLICIES)}; three of them]')
     add("--sections", type=names, help="decode, after, prefill, memory, cost, scaling, bounded, waits, fit [all]")
@@ -142,25 +141,18 @@ def device_name(device: Any) -> str:
 
 def measure(model: Any, policies: dict[str, Any], settings: Settings, report: Report) -> None:
     """Runs the jobs under a progress bar that tells the time left."""
-    from tqdm import tqdm
-
     from kvevict.bench import jobs
 
     todo = jobs(model, policies, settings, report)
-    with tqdm(
-        total=sum(job.weight for job in todo),
-        bar_format="{l_bar}{bar}| {elapsed} gone, {remaining} left",
-        smoothing=0.05,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    ) as bar:
+    total, form = sum(job.weight for job in todo), "{l_bar}{bar}| {elapsed} gone, {remaining} left"
+    with bar(total=total, bar_format=form, smoothing=0.05) as shown:
         done = 0.0
         for job in todo:
-            bar.set_description(job.title, refresh=False)
+            shown.set_description(job.title, refresh=False)
             done += job.weight
 
             def progress(share: float, weight: float = job.weight, end: float = done) -> None:
-                bar.update(min(share * weight, end - bar.n))  # sums of shares are not exact
+                shown.update(min(share * weight, end - shown.n))  # sums of shares are not exact
 
             job.run(progress)
-            bar.update(done - bar.n)  # whatever the job did not tell
+            shown.update(done - shown.n)  # whatever the job did not tell

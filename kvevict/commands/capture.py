@@ -6,30 +6,30 @@ import argparse
 import re
 from pathlib import Path
 
-from kvevict.commands.options import Commands, positive, say
+from kvevict.commands.options import Commands, add_device, add_tokens, parser_of, positive, say
 from kvevict.commands.progress import progress_bar
+from kvevict.commands.reading import read_text
 
 TOKENS = 2048
 
 
 def add(commands: Commands) -> None:
     """Declares the command."""
-    capture = commands.add_parser(
+    capture = parser_of(
+        commands,
         "capture",
-        help="record a model's attention on a text, for simulate",
-        description="Read a text through a model with nothing evicted, and write the attention of every layer, head "
-        "and query to a folder that kvevict simulate replays. An interrupted capture can be simulated as far as it "
-        "went, and the same command continues it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "record a model's attention on a text, for simulate",
+        "Read a text through a model with nothing evicted, and write the attention of every layer, head and query to a "
+        "folder that kvevict simulate replays. An interrupted capture can be simulated as far as it went, and the same "
+        "command continues it.",
     )
     capture.set_defaults(run=run)
     add = capture.add_argument
     add("model", help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id')
     add("text", help='a text file, "datasets:ID[:CONFIG[:SPLIT]]", or "default" for what kvevict compare reads')
-    add("--tokens", type=positive, default=TOKENS, help="how many tokens of the text to read")
+    add_tokens(capture, TOKENS)
     add("--block", type=positive, default=64, help="queries per forward and per file")
-    add("--device", help='such as "cpu" or "cuda:0"; left out, CUDA if there is one')
-    add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="of the weights")
+    add_device(capture)
     add("--output", type=Path, help="folder; left out, kvevict-captures/MODEL-TEXT-TOKENS")
 
 
@@ -40,17 +40,11 @@ def run(options: argparse.Namespace) -> None:
 
     from kvevict.cache import human_bytes
     from kvevict.lab.capture import capture, plan
-    from kvevict.models import check_device, check_installed, load_model, revision
-    from kvevict.text import load_text
+    from kvevict.models import revision
 
-    check_installed(options.model)
-    if options.device:
-        check_device(options.device)
-    text = load_text(None if options.text == "default" else options.text)
-    if text.notice:
-        say(text.notice)
-    loaded = load_model(options.model, device=options.device, dtype=options.dtype, notify=say)
-    ids = torch.tensor(loaded.tokenizer(text.text, verbose=False)["input_ids"][: options.tokens])
+    source = None if options.text == "default" else options.text
+    loaded, text, read = read_text(options, source, options.tokens)
+    ids = torch.tensor(read)
     if len(ids) < options.tokens:
         say(f"{text.name} has only {len(ids)} tokens")
     folder = options.output or Path("kvevict-captures") / _slug(f"{options.model}-{text.name}-{len(ids)}")

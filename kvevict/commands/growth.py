@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from kvevict.commands.options import Commands, add_caches, add_model, add_output, add_text, parser_of, positive, say
+from kvevict.commands.options import (
+    Commands,
+    add_caches,
+    add_model,
+    add_output,
+    add_text,
+    parser_of,
+    positive,
+    say,
+    shared_of,
+)
 from kvevict.commands.progress import progress_bar
+from kvevict.commands.reading import read_text
 from kvevict.errors import OptionError
 
 POLICIES = ["streaming_llm", "tova", "h2o", "snapkv"]
@@ -36,22 +46,13 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from kvevict.growth import growth, growth_rows, growth_table
-    from kvevict.models import check_device, check_installed, load_model, revision
+    from kvevict.models import revision
     from kvevict.plan import FULL_CACHE, make_plan
     from kvevict.results import RESULTS, aligned_table, check_folder, environment, json_line, markdown_table, save_files
-    from kvevict.text import load_text
 
-    given: dict[str, Any] = {"budgets": options.budget, "protections": [options.protect], "seeds": [options.seed]}
-    cells, _ = make_plan({**given, "policies": options.policies}).cells()
+    cells, _ = make_plan(shared_of(options)).cells()
     check_folder(options.output)
-    check_installed(options.model)
-    if options.device:
-        check_device(options.device)
-    text = load_text(options.text)
-    if text.notice:
-        say(text.notice)
-    loaded = load_model(options.model, device=options.device, dtype=options.dtype, notify=say)
-    ids = loaded.tokenizer(text.text, verbose=False)["input_ids"][: options.prompt]
+    loaded, text, ids = read_text(options, options.text, options.prompt)
     if len(ids) < options.prompt:
         raise OptionError(f"{text.name} has only {len(ids)} tokens: give a shorter --prompt, or a longer text")
     named = {FULL_CACHE: cells[0]} | {f"{cell.name} at {cell.budget}": cell for cell in cells[1:]}

@@ -28,9 +28,12 @@ def add_model(parser: argparse.ArgumentParser, default: str | None = "smollm2") 
     parser.add_argument(
         "--model", default=default, help='"smollm2", "gemma3", a local folder, or a Hugging Face Hub id'
     )
-    parser.add_argument(
-        "--device", help='such as "cpu" or "cuda:0"; "auto" spreads the model; left out, CUDA if there is one'
-    )
+    add_device(parser, spread='; "auto" spreads the model')
+
+
+def add_device(parser: argparse.ArgumentParser, spread: str = "") -> None:
+    """--device and --dtype. ``spread``: what to say of a model on several devices."""
+    parser.add_argument("--device", help=f'such as "cpu" or "cuda:0"{spread}; left out, CUDA if there is one')
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="of the weights")
 
 
@@ -42,6 +45,11 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         '"datasets:ID[:CONFIG[:SPLIT]]"; left out, it is WikiText-2, or Python\'s documentation where that cannot be '
         "loaded",
     )
+
+
+def add_tokens(parser: argparse.ArgumentParser, default: int) -> None:
+    """--tokens, of one text."""
+    parser.add_argument("--tokens", type=positive, default=default, help="how many tokens of the text to read")
 
 
 def add_documents(parser: argparse.ArgumentParser, tokens: int | None) -> None:
@@ -57,13 +65,18 @@ def add_documents(parser: argparse.ArgumentParser, tokens: int | None) -> None:
     parser.add_argument("--tokens", type=positive, default=tokens, help="how many tokens of each document to read")
 
 
+def add_policies(parser: argparse.ArgumentParser, default: list[str] | None = None) -> None:
+    """--policies; None is all."""
+    left_out = "; all of them if left out" if default is None else ""
+    parser.add_argument("--policies", type=names, default=default, help=f"names separated by commas{left_out}")
+
+
 def add_caches(parser: argparse.ArgumentParser, policies: list[str] | None = None) -> None:
     """--policies, --budget, --protect and --seed, for commands that take several budgets.
 
     policies: those that are measured if none are named; None is all.
     """
-    left_out = "; all of them if left out" if policies is None else ""
-    parser.add_argument("--policies", type=names, default=policies, help=f"names separated by commas{left_out}")
+    add_policies(parser, policies)
     parser.add_argument(
         "--budget",
         type=budgets,

@@ -1,4 +1,4 @@
-"""A progress bar for the commands that can do without one."""
+"""Progress bars."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+def bar(**options: Any) -> Any:
+    """A bar of tqdm's, drawn seldom where it goes to a file."""
+    from tqdm import tqdm
+
+    return tqdm(mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True, **options)
 
 
 @contextmanager
@@ -14,11 +22,9 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None] | None
     if importlib.util.find_spec("tqdm") is None:
         yield None
         return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit=f" {unit}", mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True) as bar:
+    with bar(total=total, unit=f" {unit}") as shown:
 
         def advance(done: int) -> None:
-            bar.update(done)
+            shown.update(done)
 
         yield advance

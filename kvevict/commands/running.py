@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvevict.commands.options import need, say
+from kvevict.commands.progress import bar
 
 if TYPE_CHECKING:
     from kvevict.plan import Plan
@@ -18,8 +18,6 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
     """Measures, prints the tables and writes the files."""
     need(command, "tqdm", "yaml")
     # imported here: the other commands need none of it
-    from tqdm import tqdm
-
     from kvevict.models import check_device, check_installed
     from kvevict.results import check_folder
     from kvevict.sweep import run_plan
@@ -33,18 +31,13 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
     if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ:
         say("accelerate started one process: for several on CPUs it needs --multi_gpu, and device cpu")
     first = os.environ.get("RANK", "0") == "0"  # of the processes of a launcher, one speaks for all
-    with tqdm(
-        disable=not first,
-        unit=" tokens",
-        smoothing=0,  # policies differ in speed, so the mean so far foretells best
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    ) as bar:
+    # policies differ in speed, so the mean so far foretells best
+    with bar(disable=not first, unit=" tokens", smoothing=0) as shown:
 
         def progress(step: Progress) -> None:
-            bar.total = max(bar.n + step.tokens, step.total)
-            bar.set_description(step.name, refresh=False)
-            bar.update(step.tokens)
+            shown.total = max(shown.n + step.tokens, step.total)
+            shown.set_description(step.name, refresh=False)
+            shown.update(step.tokens)
 
         try:
             report = run_plan(plan, folder, notify=say if first else None, progress=progress)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvevict.commands.options import Commands, names, positive, say
+from kvevict.commands.options import Commands, names, parser_of, positive, say
 from kvevict.commands.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ numbers.__name__ = "list of numbers"  # argparse: "invalid list of numbers value
 
 def add(commands: Commands) -> None:
     """Declares the command."""
-    simulate = commands.add_parser(
+    simulate = parser_of(
+        commands,
         "simulate",
-        help="step policies over a trace of attention",
-        description="Step policies over one trace of attention at several budgets, with the bounds of what any policy "
-        "could do, and compare retained attention mass and heavy-hitter recall. No model runs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "step policies over a trace of attention",
+        "Step policies over one trace of attention at several budgets, with the bounds of what any policy could do, "
+        "and compare retained attention mass and heavy-hitter recall. No model runs.",
     )
     simulate.set_defaults(run=run)
     add = simulate.add_argument

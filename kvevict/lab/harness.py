@@ -17,8 +17,8 @@ from torch import Tensor
 from kvevict import selection
 from kvevict.errors import KvevictError, OptionError, PolicyError
 from kvevict.lab.traces import Block, Trace
-from kvevict.layer import Spec
 from kvevict.policies.base import Held, Policy, Rows
+from kvevict.spec import Spec
 
 HEAVY = 32
 """Positions of a step that count as heavy hitters."""
@@ -159,7 +159,7 @@ class Lane:
         else:
             landed = self.positions.argmin(-1, keepdim=True)  # an empty slot: -1 is the smallest
             for name, column in self.columns.items():
-                column.scatter_(2, _wide(landed, column), self._fills[name].fill)
+                column.scatter_(2, selection.per_slot(landed, column), self._fills[name].fill)
         self.positions.scatter_(2, landed, position)
         self.is_held[:, :, position + 1] = True
         if keys is not None and values is not None:
@@ -173,15 +173,17 @@ class Lane:
                 seen=held.seen,
                 budget=held.budget,
                 prompt=PROMPT,
-                keys=None if held.keys is None else held.keys.gather(2, _wide(index, held.keys)),
-                values=None if held.values is None else held.values.gather(2, _wide(index, held.values)),
+                keys=None if held.keys is None else held.keys.gather(2, selection.per_slot(index, held.keys)),
+                values=None if held.values is None else held.values.gather(2, selection.per_slot(index, held.values)),
                 layer=layer,
                 layers=self.trace.layers,
-                columns={name: column.gather(2, _wide(index, column)) for name, column in held.columns.items()},
+                columns={
+                    name: column.gather(2, selection.per_slot(index, column)) for name, column in held.columns.items()
+                },
             )
             self._ask(self.policy.admit, new)
             for name, column in new.columns.items():
-                held.columns[name].scatter_(2, _wide(index, column), column)
+                held.columns[name].scatter_(2, selection.per_slot(index, column), column)
 
     def _stored(self, stored: Tensor | None, new: Tensor, landed: Tensor) -> Tensor:
         """The slots of keys or values with the new token's in its place."""
@@ -189,7 +191,7 @@ class Lane:
         if stored is None:
             stored = new.new_zeros(*self.positions.shape, new.shape[-1])
             self._views = []
-        return stored.scatter_(2, _wide(landed, stored), new)
+        return stored.scatter_(2, selection.per_slot(landed, stored), new)
 
     def _attend(self, query: int, row: Tensor, heavy: Tensor) -> None:
         """Measures what the query finds, then shows it to the policy. row: (T, H, G, 1 + W), heavy: (T, H, G, k)."""
@@ -223,10 +225,11 @@ class Lane:
             scores = self._scores(seen)
             protection = self._protection(seen)
             if self.policy.consensus and self.trace.layers > 1:
-                scores = self._votes(scores, protection)
+                scores = self._votes(scores, protection, seen)
             # where a budget is first outgrown, a layer with less than an average one may be many tokens over
             many = not self._one_by_one or seen - 1 in self.budgets
-            gone = self._free_many(scores, protection) if many else self._free_one(scores, protection, seen)
+            free = self._free_many if many else self._free_one
+            gone = free(scores, protection, seen)
             self.is_held.scatter_(2, gone + 1, False)
             if self._left is not None:
                 self._left.scatter_(2, gone + 1, seen)
@@ -249,29 +252,29 @@ class Lane:
         positions.scatter_(2, victim, gone.masked_fill(over, -1))
         return gone.masked_fill(~over, -1)
 
-    def _free_many(self, scores: Tensor, protection: Tensor | None) -> Tensor:
+    def _free_many(self, scores: Tensor, protection: Tensor | None, seen: int) -> Tensor:
         """Frees as many as must or should go together; returns their positions, -1 for the others: (B, H, n)."""
         positions = self.positions[:, :, : self.slots]
-        order, going = self._going(scores, protection)
+        order, going = self._going(scores, protection, seen)
         leaves = torch.zeros_like(going).scatter_(2, order, going) & (positions >= 0)
         gone = positions.masked_fill(~leaves, -1)
         positions.masked_fill_(leaves, -1)
         return gone
 
-    def _going(self, scores: Tensor, protection: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _going(self, scores: Tensor, protection: Tensor | None, seen: int) -> tuple[Tensor, Tensor]:
         """Slots from the first to go to the last, and which of these ranks must go: both (B, H, n)."""
         positions = self.positions[:, :, : self.slots]
         live = (positions >= 0).sum(-1, keepdim=True)  # (B, H, 1)
         order = selection.eviction_order(scores, positions, protection)
         stay = torch.minimum(live - self.policy.at_once(self._budget), self.bounds)
         if protection is not None:
-            stay = torch.maximum(stay, protection.sum(-1, keepdim=True))
+            stay = torch.maximum(stay, selection.count_protected(**self._protections(seen)))
         rank = torch.arange(self.slots)
         return order, rank < self.slots - torch.where(live > self.bounds, stay, live)
 
-    def _votes(self, scores: Tensor, protection: Tensor | None) -> Tensor:
+    def _votes(self, scores: Tensor, protection: Tensor | None, seen: int) -> Tensor:
         """Scores by the vote of all heads of all layers, as ``kvevict.cache`` counts it: (B, 1, n)."""
-        order, going = self._going(scores, protection)
+        order, going = self._going(scores, protection, seen)
         cast = torch.zeros_like(order).scatter_(-1, order, going.long()).sum(1)  # (B, n)
         votes: Tensor = cast.unflatten(0, (self.trace.layers, self.per_layer)).sum(0)  # (R, n)
         return votes.neg().repeat(self.trace.layers, 1).unsqueeze(1)
@@ -348,17 +351,19 @@ class Lane:
             found.append(scores)
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def _protections(self, seen: int) -> dict[str, Any]:
+        """The numbers that say which tokens are protected."""
+        policy, budget = self.policy, self._budget
+        return {
+            "seen": seen,
+            "sinks": policy.sinks,
+            "recent": policy.recent_for(budget),
+            "prompt": PROMPT,
+            "ends": policy.prompt_ends(budget, PROMPT),
+        }
+
     def _protection(self, seen: int) -> Tensor | None:
-        bounds = self._budget
-        return selection.protected(
-            self.positions[:, :, : self.slots],
-            seen=seen,
-            sinks=self.policy.sinks,
-            recent=self.policy.recent_for(bounds),
-            prompt=PROMPT,
-            ends=self.policy.prompt_ends(bounds, PROMPT),
-            may_be_empty=True,
-        )
+        return selection.protected(self.positions[:, :, : self.slots], **self._protections(seen))
 
     # -- what is written down ------------------------------------------------------------------------------------------
 
@@ -416,8 +421,3 @@ def reads_keys(policy: Policy) -> bool:
         return True
 
     return not works(None) and works(torch.ones(1, 1, 2, 4))
-
-
-def _wide(index: Tensor, like: Tensor) -> Tensor:
-    """An index (B, H, m) that gathers or scatters whole entries of ``like`` (B, H, n, ...)."""
-    return index.view(*index.shape, *(1,) * (like.dim() - 3)).expand(*index.shape, *like.shape[3:])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -72,11 +73,12 @@ class AdaptiveEMA(Policy):
         heads = rows.weights.flatten(1, 2)  # (B, heads, Q, L)
         mean = heads.mean(1)  # (B, Q, L)
         attention = torch.lerp(mean, heads.amax(1), 0.6)  # (B, Q, L), 0.6 * max + 0.4 * mean
-        queries = rows.positions  # (B, Q)
-        if queries.is_cpu and _newest_alone(held, queries):
+        if rows.decode:
             self._observe_newest(held, mean, attention)
             return
-        visible = rows.visible(held)[:, 0].to(mean.dtype)  # (B, Q), the same in all heads
+        queries = rows.positions  # (B, Q)
+        alike = dataclasses.replace(held, positions=held.positions[:, :1])  # all heads hold the same tokens
+        visible = rows.visible(alike)[:, 0].to(mean.dtype)  # (B, Q)
         seen = mean > visible.reciprocal().unsqueeze(-1)  # (B, Q, L)
 
         total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, Q), rows may sum below one
@@ -97,21 +99,17 @@ class AdaptiveEMA(Policy):
             self._learn(held, attention, seen, torch.where(after, beta, 1.0), torch.where(after, queries, -1))
 
     def _observe_newest(self, held: Held, mean: Tensor, attention: Tensor) -> None:
-        """``observe`` for a decode step: every row's newest query, which sees all that is held.
-
-        A step is so little work on a CPU that its cost is the number of tensor operations. mean, attention: (B, 1, L).
-        """
-        assert isinstance(held.seen, int) and isinstance(held.budget, int)  # _newest_alone() looked
+        """``observe`` for a decode step, where what costs is the number of tensor operations: both (B, 1, L)."""
+        assert isinstance(held.seen, int) and isinstance(held.budget, int)  # Rows.decode says so
         visible = mean.shape[-1]
-        total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, 1)
-        entropy = (total.log() - _negative_entropy(mean) / total) / math.log(max(2, visible))
-        beta = self.beta_low + (self.beta_high - self.beta_low) * entropy.clamp(0, 1)  # (B, 1)
-        held["importance"].lerp_(attention, (1 - beta).unsqueeze(-1))
+        most = math.log(max(2, visible))  # the entropy of uniform attention
+        total = mean.sum(-1, keepdim=True).clamp_min_(torch.finfo(mean.dtype).tiny)  # (B, 1, 1)
+        entropy = total.log().sub_(_negative_entropy(mean).unsqueeze(-1).div_(total)).clamp_(0, most)  # (B, 1, 1)
+        gain = torch.rsub(entropy, 1 - self.beta_low, alpha=(self.beta_high - self.beta_low) / most)  # 1 - beta
+        held["importance"].lerp_(attention, gain)
         held["seen_at"].masked_fill_(mean > 1 / visible, held.seen - 1)
-        last = held["scored_at"].amax((1, 2), keepdim=True)  # (B, 1, 1)
-        due = (held.seen - last) % _period(self.rebuild, held.budget) == 0
-        if bool(due.any()):
-            self._rebuild(held, torch.tensor(held.seen), due)
+        if held.seen % _period(self.rebuild, held.budget) == 0:  # under one budget, all rebuilds are at its multiples
+            self._rebuild(held, held.seen, None)
 
     def score(self, held: Held) -> Tensor:
         return held["score"].narrow(1, 0, 1)  # (B, 1, L)
@@ -133,25 +131,23 @@ class AdaptiveEMA(Policy):
             later = torch.cat([kept[:, 1:], torch.ones_like(kept[:, :1])], 1)  # (B, Q), of the later ones alone
             added = ((later - kept).unsqueeze(-1) * attention).sum(1, keepdim=True)  # (B, 1, L)
             held["importance"].mul_(kept[:, :1, None]).add_(added)
-            last = torch.where(seen, queries.unsqueeze(-1), -1).amax(1, keepdim=True)  # (B, 1, L)
+            half = queries.to(torch.int32).unsqueeze(-1)  # half the bytes of the largest tensors here
+            last = torch.where(seen, half, -1).amax(1, keepdim=True)  # (B, 1, L)
         held["seen_at"].clamp_min_(last)
 
-    def _rebuild(self, held: Held, due: Tensor, rows: Tensor) -> None:
-        """Scores the tokens below ``due`` as of that moment, in the given rows: (B, 1, 1), or one for all."""
+    def _rebuild(self, held: Held, due: int | Tensor, rows: Tensor | None) -> None:
+        """Scores the tokens below ``due`` as of that moment, in the given rows, or in all of them: both (B, 1, 1)."""
         importance = held["importance"]
         since = (due - 1 - torch.maximum(held["seen_at"], held.positions)).to(importance.dtype)
         age = (due - 1 - held.positions).to(importance.dtype)
         score = self.importance * importance + self.recency / (1 + since) + self.age / (1 + 0.01 * age)
         known = held.positions < due
-        held["score"].copy_(torch.where(rows, score.masked_fill(~known, float("inf")), held["score"]))
-        held["scored_at"].copy_(torch.where(rows, known * due, held["scored_at"]))
-
-
-def _newest_alone(held: Held, queries: Tensor) -> bool:
-    """Whether each row shows its newest query alone, and has no empty slot: a decode step of a full cache."""
-    if queries.shape[1] > 1 or type(held.seen) is not int or type(held.budget) is not int:
-        return False
-    return queries.tolist() == [[held.seen - 1]] * len(queries) and int(held.positions.min()) >= 0
+        score, scored_at = score.masked_fill(~known, float("inf")), known * due
+        if rows is not None:
+            score = torch.where(rows, score, held["score"])
+            scored_at = torch.where(rows, scored_at, held["scored_at"])
+        held["score"].copy_(score)
+        held["scored_at"].copy_(scored_at)
 
 
 def _negative_entropy(shares: Tensor) -> Tensor:

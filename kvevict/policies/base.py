@@ -71,6 +71,10 @@ class Held:
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
+    def oldest_first(self) -> Tensor:
+        """Slots from the oldest token to the newest, empty ones before all: (B, H, L) indices."""
+        return self.positions.argsort(-1)
+
     def first(self, slots: int) -> Held:
         """The same layer seen through its first ``slots`` slots; writes go through."""
         return self.narrow(0, slots)
@@ -93,10 +97,13 @@ class Rows:
     weights:   (B, H, G, Q, L) softmax weights, zero where a query may not look and in the rows of pads. The tensor may
         be used again: copy what you keep.
     positions: (B, Q) int64, each query's own position; -1 marks a pad.
+    decode:    True says that there is one query per row, the newest; that no slot is empty, and it sees them all; and
+        that ``seen`` and ``budget`` are ints and the budget never changes. False says nothing.
     """
 
     weights: Tensor
     positions: Tensor
+    decode: bool = False
 
     def visible(self, held: Held) -> Tensor:
         """How many held tokens each query could see: (B, H, Q), at least 1."""
@@ -114,6 +121,13 @@ def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
     if how == "sum":
         return weights.sum(2)
     return weights[:, :, 0]
+
+
+def query_sum(weights: Tensor, how: GroupReduction) -> Tensor:
+    """``reduce_group`` and the sum over queries: (B, H, G, Q, L) -> (B, H, L)."""
+    if how == "mean":
+        return weights.sum((2, 3)) / weights.shape[2]  # one pass over the weights
+    return reduce_group(weights, how).sum(2)
 
 
 Tokens = TypeVar("Tokens", int, Tensor, int | Tensor)

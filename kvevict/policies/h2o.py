@@ -14,7 +14,7 @@ from kvevict.policies.base import (
     Policy,
     Rows,
     check_option,
-    reduce_group,
+    query_sum,
 )
 
 
@@ -56,7 +56,7 @@ class H2O(Policy):
         return budget // 2 if self.recent is None else self.recent
 
     def observe(self, held: Held, rows: Rows) -> None:
-        held["score"].add_(reduce_group(rows.weights, self.group).sum(2))  # (B, H, L)
+        held["score"].add_(query_sum(rows.weights, self.group))  # (B, H, L)
 
     def score(self, held: Held) -> Tensor:
         return held["score"]  # (B, H, L)

@@ -101,15 +101,14 @@ class SnapKV(Policy):
         return held["score"] if self.scores == "prompt" else self._pooled(held, held.seen)  # (B, H, L)
 
     def _pooled(self, held: Held, end: int | Tensor) -> Tensor:
-        """Votes pooled over neighbours among the tokens below ``end``; infinity for the others: (B, H, L)."""
+        """Votes pooled over neighbours, of the tokens below ``end`` or its window; infinity for others: (B, H, L)."""
+        end = end - self.window if self.pool_over == "prefix" else end
         scored = (held.positions >= 0) & (held.positions < end)
-        if self.pool_over == "prefix":
-            scored &= held.positions < end - self.window
         nothing = 0.0 if self.pool == "avg" else float("-inf")
-        votes = held["votes"][..., : self.window].sum(-1).masked_fill(~scored, nothing)  # (B, H, L)
-        order = held.positions.argsort(-1)  # empty slots first: they pad the start, newer tokens the end
+        votes = torch.where(scored, held["votes"][..., : self.window].sum(-1), nothing)  # (B, H, L)
+        order = held.oldest_first()  # empty slots pad the start, newer tokens the end
         pad = self.kernel // 2
         # windows of a padded row: several times faster on CPUs than pooling layers, which expect images
         near = F.pad(votes.gather(-1, order), (pad, pad), value=nothing).unfold(-1, self.kernel, 1)  # (B, H, L, kernel)
         pooled = near.sum(-1) / self.kernel if self.pool == "avg" else near.amax(-1)
-        return torch.empty_like(pooled).scatter_(-1, order, pooled).masked_fill(~scored, float("inf"))
+        return torch.where(scored, torch.empty_like(pooled).scatter_(-1, order, pooled), float("inf"))

@@ -34,6 +34,9 @@ class TOVA(Policy):
         return {"last": Column(fill=float("inf"))}
 
     def observe(self, held: Held, rows: Rows) -> None:
+        if rows.decode:
+            held["last"].copy_(rows.weights.mean((1, 2)))  # (B, 1, L)
+            return
         newest, index = rows.positions.max(1)  # (B,), each row's last real query
         index = index[:, None, None].expand(-1, 1, held.positions.shape[-1])  # (B, 1, L)
         last = rows.weights.mean((1, 2)).gather(1, index)  # (B, 1, L)
