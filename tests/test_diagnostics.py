@@ -26,6 +26,7 @@ from kvevict.lab.diagnostics import Diagnosis, diagnose
 from kvevict.lab.harness import HEAVY
 from kvevict.lab.simulation import simulate
 from kvevict.lab.traces import Trace
+from kvevict.policies import H2O
 from kvevict.results import read_rows
 
 N, BUDGET = 40, 9
@@ -406,3 +407,16 @@ def test_a_foreign_folder_for_the_attention_is_refused(reader, words, tmp_path, 
     (tmp_path / "notes.txt").write_text("mine")
     assert command(reader, words, tmp_path / "out", "--budget", "40", "--trace", str(tmp_path)) == 2
     assert "not a captured trace" in capsys.readouterr().err
+
+
+def test_a_token_that_leaves_before_any_query_saw_it_has_missed_all_that_it_would_have_received():
+    synthetic = decode_trace(64)  # its queries see what is older than they are, and are not tokens themselves
+    lab = simulate(synthetic, {"h2o": H2O(recent=0)}, [8], history=True)
+    assert lab.history is not None
+    whole = torch.zeros(64, dtype=torch.float64)
+    for block in synthetic.blocks():
+        whole[: block.weights.shape[-1]] += block.weights[0, 0].double().mean(0).sum(0)
+    left, missed = (each["h2o", 8][0, 0, 0] for each in (lab.history.left, lab.history.missed))
+    unseen = (left == torch.arange(64) + 1).nonzero().flatten()
+    assert unseen.numel()  # a token without a query is the least attended
+    torch.testing.assert_close(missed[unseen], whole[unseen])

@@ -12,12 +12,13 @@ from kvevict.commands.options import (
     add_model,
     add_output,
     add_text,
+    add_tokens,
     counts,
     parser_of,
-    positive,
     say,
 )
 from kvevict.commands.progress import progress_bar
+from kvevict.commands.reading import read_text
 from kvevict.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
     diagnose.set_defaults(run=run)
     add_model(diagnose)
     add_text(diagnose)
-    diagnose.add_argument("--tokens", type=positive, default=512, help="how many tokens of the text to read")
+    add_tokens(diagnose, 512)
     add_caches(diagnose)
     diagnose.add_argument(
         "--steps",
@@ -60,20 +61,12 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.lab.captured import captured_trace
     from kvevict.lab.diagnostics import check_steps, diagnose
     from kvevict.lab.simulation import check_budgets, choose
-    from kvevict.models import check_device, check_installed, load_model, revision
+    from kvevict.models import revision
     from kvevict.results import check_folder
-    from kvevict.text import load_text
 
     policies, left_out = chosen_policies(options)
-    check_installed(options.model)
-    if options.device:
-        check_device(options.device)
     check_folder(options.output)
-    text = load_text(options.text)
-    if text.notice:
-        say(text.notice)
-    loaded = load_model(options.model, device=options.device, dtype=options.dtype, notify=say)
-    ids = loaded.tokenizer(text.text, verbose=False)["input_ids"][: options.tokens]
+    loaded, text, ids = read_text(options, options.text, options.tokens)
     if len(ids) <= max(options.budget):
         raise OptionError(
             f"{len(ids)} tokens of {text.name} do not outgrow a budget of {max(options.budget)}: nothing would be "

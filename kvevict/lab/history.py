@@ -54,6 +54,8 @@ class Watch:
         """Adds one block, through which every lane has been stepped."""
         sums = reduce_group(block.weights, "mean").double().cumsum(2)  # (T, H, q, W)
         queries, width = sums.shape[2:]
+        newest = int(not self._trace.own)  # a token that no query has seen may leave already: it has received nothing
+        sums = torch.nn.functional.pad(sums, (0, newest))  # (T, H, q, W | W + 1)
         self._whole += block.weights.double().sum((-2, -1))
         for name, lane in self._lanes.items():
             assert lane.left is not None
@@ -62,7 +64,7 @@ class Watch:
             owner = row // len(lane.budgets)  # the budget is the innermost part of a row
             received = self._received[owner, head, position] + sums[owner, head, step[row, head, position], position]
             self._before[name][row, head, position] = received
-        self._received[..., :width] += sums[:, :, -1]
+        self._received[..., :width] += sums[:, :, -1, :width]
 
     def history(self, possible: int) -> History:
         """What has been seen. ``possible``: the heavy hitters of all queries, for one query head."""
