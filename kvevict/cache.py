@@ -185,8 +185,7 @@ class EvictingCache(Cache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        for layer in self.evicting_layers:
-            layer.check_pending()
+        self._check_halfway()
         self._catch_up()
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -310,6 +309,8 @@ class EvictingCache(Cache):
             )
         layer = self.layers[layer_idx]
         if not isinstance(layer, EvictingLayer):
+            first: Any = self.layers[self._evicting[0]]
+            first.check_rows(key_states.shape[0])  # transformers' own layers find out when they are half changed
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
@@ -402,7 +403,8 @@ class EvictingCache(Cache):
         if not self.get_seq_length(self._evicting[0]):
             return
         for other in self.layers:
-            if not isinstance(other, EvictingLayer) and hasattr(other, "crop"):
+            cut = tokens_to_remove or getattr(other, "record_past", False)  # a draft is accepted by cutting nothing
+            if cut and not isinstance(other, EvictingLayer) and hasattr(other, "crop"):
                 other.crop(tokens_to_remove)
         self._cut(-tokens_to_remove)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvevict.bench import FILE, read
+from kvevict.errors import OutputError
 from kvevict.kept import HEADS, HELD, read_kept, read_tokens
 from kvevict.results import RESULTS, read_parts, read_rows
 
@@ -23,6 +24,9 @@ VALUES = {
     "needle": ("match", "graded_recall"),
     "diagnostics": ("retained", "recall", "missed_per_eviction"),
 }
+
+
+GROWTH = "growth"
 
 
 def figures_of(results: Path) -> Iterator[tuple[str, Figure]]:
@@ -43,16 +47,26 @@ def figures_of(results: Path) -> Iterator[tuple[str, Figure]]:
             yield f"bench-{name}", figure
         if not (results / RESULTS).exists():
             return
-    for number, rows in enumerate(_groups(read_rows(results))):
-        for name, figure in _figures(results, rows):
-            yield f"{number + 1}-{name}", figure
+    rows = read_rows(results)
+    for row in rows:
+        if row.get("measure") not in (*VALUES, GROWTH):
+            raise OutputError(
+                f"{RESULTS} in {str(results)!r} has a row with the measure {row.get('measure')!r}, which no command "
+                "here writes: give a folder that kvevict wrote"
+            )
+    try:
+        for number, group in enumerate(_groups(rows)):
+            for name, figure in _figures(results, group):
+                yield f"{number + 1}-{name}", figure
+    except KeyError as error:
+        raise OutputError(f"a row of {RESULTS} in {str(results)!r} is damaged: it has no {error}") from error
 
 
 def _figures(folder: Path, rows: list[Row]) -> Iterator[tuple[str, Figure]]:
     from kvevict.plots import growth_curves
 
     measure = rows[0]["measure"]
-    if measure == "growth":
+    if measure == GROWTH:
         yield "memory-and-speed", growth_curves(rows)
         return
     budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] is not None))

@@ -86,17 +86,22 @@ class EvictingLayer(Books):
     def check(self, batch: int, tokens: int) -> None:
         """Raises before anything changes if this forward cannot be right."""
         self.check_pending()
-        if self.is_initialized and self.keys is not None and batch != self.keys.shape[0]:
-            raise WrongModelError(
-                f"batch of {batch} rows given to a cache that holds {self.keys.shape[0]}: use a new cache, "
-                "cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
-            )
+        self.check_rows(batch)
         if not self.record_past:
             eviction.check_whole_prompt(self, tokens)
             return
         drafts.check(self, tokens)
         if not self.seen:
             eviction.check_whole_prompt(self, min(self.awaited or tokens, tokens))
+
+    def check_rows(self, batch: int) -> None:
+        """Raises WrongModelError for another number of rows than the layer holds."""
+        held = batch if self._positions is None else self._positions.shape[0]
+        if batch != held:
+            raise WrongModelError(
+                f"batch of {batch} rows given to a cache that holds {held}: use a new cache, cache.reset(), or "
+                "cache.batch_select_indices / batch_repeat_interleave"
+            )
 
     def check_pending(self) -> None:
         """Raises if the previous forward's attention never arrived, or its eviction failed."""
@@ -161,6 +166,7 @@ class EvictingLayer(Books):
                 self.lazy_initialization(key_states, value_states)
             self.reserve(tokens)
         assert self.keys is not None and self.values is not None and self.positions is not None
+        self.keys, self.values = _wide_enough(self.keys, key_states), _wide_enough(self.values, value_states)
         if self.keys.shape[2] < self.slots:
             self.grow_storage(key_states, value_states)
         else:
@@ -181,6 +187,7 @@ class EvictingLayer(Books):
         front = policy.protected_tokens(self.bound(), prompt) - int(policy.recent_for(self.bound()))
         return rerotation.close_gap(held, self.slot_positions, front)
 
+    @torch.no_grad()
     def admit(self) -> None:
         """Shows the policy the newest tokens, before they are attended to."""
         policy = self.spec.policy
@@ -223,7 +230,9 @@ class EvictingLayer(Books):
                     f"attention mask of shape {tuple(mask.shape)} for {self.seen} tokens seen: its last dimension "
                     "must count every token seen, evicted ones included (cache.get_seq_length() + new tokens)"
                 )
-            self.learn_padding(masks.own_columns(mask, self.fresh))
+            real = masks.own_columns(mask, self.fresh)  # (B | 1, Q)
+            self._check_mask(real)
+            self.learn_padding(real)
         if self.ordered:
             return mask
         positions = self.positions[:, :, : self.slots]
@@ -233,6 +242,22 @@ class EvictingLayer(Books):
             return self.causal_mask(heads)
         columns = positions if self.tokens is None else self.tokens[:, :, : self.slots]
         return masks.gather_columns(mask, columns, positions, heads)
+
+    def _check_mask(self, real: Tensor) -> None:
+        """Raises ObservationError if a mask calls the newest token of every row a pad, after tokens that are none.
+
+        transformers fills a mask that was not extended with zeros. The first layer looks; an accelerator, for which
+        looking means waiting, once.
+        """
+        first = self.index == 0 and self.fresh == 1 and (real.device.type == "cpu" or self.seen - 1 == self.prompt)
+        if not first or self.seen == 1 or bool(real.any()):
+            return
+        if self.row_seen is None or bool((self.row_seen > 1).any()):  # the new token is counted as real so far
+            raise ObservationError(
+                f"the attention mask calls token {self.seen - 1} a pad in every row, after real tokens: a mask must "
+                "grow with the text, by a 1 for each new token. Extend it, and call cache.reset() before using the "
+                "cache again"
+            )
 
     def causal_mask(self, heads: int) -> Tensor:
         """The newest forward's mask from positions alone: (B, heads, Q, slots) bool."""
@@ -402,3 +427,8 @@ class EvictingLayer(Books):
         """Forgets everything, and frees the memory."""
         self.leave_steady()
         self.clear()
+
+
+def _wide_enough(stored: Tensor, new: Tensor) -> Tensor:
+    """What is stored, in a type that holds the new numbers too, as concatenation gives it: autocast comes and goes."""
+    return stored if stored.dtype == new.dtype else stored.to(torch.promote_types(stored.dtype, new.dtype))

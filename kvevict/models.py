@@ -117,6 +117,8 @@ def check_device(device: str) -> None:
     """Raises ModelError if torch does not know ``device`` or it is not there."""
     if device == "auto":
         return
+    if device.partition(":")[0] == "meta":
+        raise ModelError(f"device {device!r} holds no numbers, so nothing can be measured on it: name a real one")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -20,6 +20,8 @@ from kvevict.text import DOCUMENTS
 MEASURES = ("perplexity", "fidelity", "needle")
 FULL_CACHE = "full cache"
 """The name of the rows of transformers' own cache, which forgets nothing."""
+MOST_THREADS = 1024
+"""Threads beyond any machine's cores; with many times as many the process dies."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def make_plan(given: Any) -> Plan:
         "needle": _needles,
         "device": _text,
         "dtype": _text,
-        "threads": _count,
+        "threads": _threads,
     }
     plan = Plan(**{key: readers[key](value, key) for key, value in values.items() if value is not None})
     plan.cells()  # budgets and options that cannot go together
@@ -272,6 +274,12 @@ def _count(value: Any, where: str, least: int = 1) -> int:
     return int(value)
 
 
+def _threads(value: Any, where: str) -> int:
+    if _count(value, where) > MOST_THREADS:
+        raise OptionError(f"{where}: expected at most {MOST_THREADS}, got {value}: give the number of cores")
+    return int(value)
+
+
 def _budget(value: Any, where: str) -> int | float:
     try:
         return check_budget(value)
@@ -353,10 +361,12 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is not annotated
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise yaml.YAMLError(f"the key {key!r} is there twice (line {node.start_mark.line + 1})")
+            before: list[Any] = []
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in before:
+                    raise yaml.YAMLError(f"the key {key!r} is there twice (line {key_node.start_mark.line + 1})")
+                before.append(key)
             return super().construct_mapping(node, deep)
 
     return Loader

@@ -81,7 +81,8 @@ def json_line(value: Any) -> str:
 def read_rows(folder: Path, name: str = RESULTS) -> list[dict[str, Any]]:
     """The rows of a file of results. Raises OutputError if there is none that can be read."""
     try:
-        rows = [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
+        # not splitlines(): JSON leaves U+2028 and its like within strings as they are
+        rows = [json.loads(line) for line in (folder / name).read_text("utf-8").split("\n") if line]
     except OSError as error:
         raise OutputError(
             f"no {name} in {str(folder)!r} ({error.strerror}): give the folder that a finished kvevict perplexity, "
@@ -89,17 +90,31 @@ def read_rows(folder: Path, name: str = RESULTS) -> list[dict[str, Any]]:
         ) from error
     except ValueError as error:
         raise OutputError(f"{name} in {str(folder)!r} is damaged: {error}") from error
+    if (name == RESULTS and not rows) or not all(isinstance(row, dict) for row in rows):
+        raise OutputError(
+            f"{name} in {str(folder)!r} is damaged: expected a JSON object on every line, and at least one"
+        )
     return rows
 
 
 def read_parts(folder: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of a row's parts, by piece: "nats" holds a number for each predicted token."""
+    """The results of a row's parts, by piece: "nats" holds a number for each predicted token.
+
+    Raises OutputError for a part that cannot be read, or is none.
+    """
     found = []
     for path in sorted((folder / PARTS).glob("*.json")):
-        part = json.loads(path.read_text("utf-8"))
-        if all(row.get(name) == value for name, value in part["key"].items()):
-            found.append(part)
-    return [part["result"] for part in sorted(found, key=lambda part: (len(part["piece"]), part["piece"]))]
+        try:
+            part = json.loads(path.read_text("utf-8"))
+            key, piece, result = part["key"].items(), str(part["piece"]), part["result"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OutputError(
+                f"{str(path)!r} is damaged, or not a part of results: {type(error).__name__}: {error}. Remove it, and "
+                "run the command that wrote it again: it measures only what is missing"
+            ) from error
+        if all(row.get(name) == value for name, value in key):
+            found.append((len(piece), piece, result))
+    return [result for *_, result in sorted(found, key=lambda part: part[:2])]
 
 
 def markdown_table(head: list[str], lines: list[list[str]]) -> str:

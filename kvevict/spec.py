@@ -67,18 +67,23 @@ class Spec:
     @functools.cached_property
     def by_age(self) -> bool:
         """Whether the policy's score is the position and nothing else, so that the oldest goes."""
-        return self._says("by_age", "score", "observe")
+        return self._says("by_age")
 
     @functools.cached_property
     def stacks(self) -> bool:
         """Whether layers may be shown to the policy stacked as the rows of one batch."""
-        return self._says("stacks", "admit", "observe", "score", "columns")
+        return self._says("stacks")
 
-    def _says(self, name: str, *methods: str) -> bool:
-        """Whether the policy's class says ``name`` of methods that no subclass has overridden since."""
+    def _says(self, name: str) -> bool:
+        """Whether the policy's class says ``name``, and no subclass has overridden since what that may rest on.
+
+        That is what the policy is asked for tokens and scores, and whatever the class that says it has defined itself.
+        """
         kinds = type(self.policy).__mro__
-        owner = {each: next(kind for kind in kinds if each in vars(kind)) for each in (name, *methods)}
-        return bool(getattr(self.policy, name)) and all(issubclass(owner[name], owner[each]) for each in methods)
+        owner = next(kind for kind in kinds if name in vars(kind))
+        own = {each for kind in owner.__mro__ if kind not in Policy.__mro__ for each in _methods(kind)}
+        since = {each for kind in kinds[: kinds.index(owner)] for each in _methods(kind)}
+        return bool(getattr(self.policy, name)) and not since & (own | {"admit", "observe", "score", "columns"})
 
     @property
     def uniform(self) -> bool:
@@ -106,3 +111,11 @@ class Spec:
         # Only PyramidKV under a share of the tokens seen, or with its authors' rounding, comes here.
         rows = zip(seen.tolist(), prompt.tolist(), strict=True)
         return torch.tensor([self.tokens(layer, s, p) for s, p in rows], device=seen.device)
+
+
+def _methods(kind: type) -> set[str]:
+    """Names of the methods and properties that a class defines itself, those that Python looks for left out."""
+    given = vars(kind).items()
+    return {
+        name for name, value in given if not name.startswith("__") and (callable(value) or hasattr(value, "__get__"))
+    }

@@ -14,7 +14,7 @@ state first, and the general path goes on from where the layer stands.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvevict import selection
+from kvevict.eviction import Rescore
 from kvevict.inference import outside_inference_mode
 from kvevict.policies.base import Held, Rows
 from kvevict.statistics import attend
@@ -30,7 +31,6 @@ from kvevict.statistics import attend
 if TYPE_CHECKING:
     from kvevict.layer import EvictingLayer
 
-Rescore = Callable[[Tensor], Tensor]
 TOGETHER = 16
 """Layers that decide together. Their attention is kept until the last one's is there: 1 to 2 % of the cache."""
 
@@ -246,7 +246,7 @@ class Alone(Steady):
         for _, weights in blocks:
             self.group = weights.shape[2]
             newest = self.newest.expand(weights.shape[0], 1)
-            layer.spec.policy.observe(self.choice.held, Rows(weights, newest, decode=True))
+            layer.spec.policy.observe(self.choice.held, Rows(weights, newest, decode=layer.spec.uniform))
 
     def settle(self, layer: EvictingLayer, rescore: Rescore | None) -> None:
         scores = layer.scores(self.choice.held)
@@ -370,7 +370,8 @@ class Choir:
             layer.steady.owes = ""
         rows, H, slots = held.positions.shape
         newest = torch.full((1, 1), first.seen - 1, device=held.positions.device)
-        shown = Rows(self.attention.view(rows, H, -1, 1, slots), newest.expand(rows, 1), decode=True)
+        weights = self.attention.view(rows, H, -1, 1, slots)
+        shown = Rows(weights, newest.expand(rows, 1), decode=first.spec.uniform)
         first.spec.policy.observe(held, shown)
 
     def scores(self) -> Tensor:

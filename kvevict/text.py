@@ -118,6 +118,8 @@ def load_text(source: str | None = None) -> Text:
             raise TextError(f"text {source!r}: expected datasets:ID, datasets:ID:CONFIG or datasets:ID:CONFIG:SPLIT")
         dataset, config, split = (*names, "", "")[:3]
         return _from_datasets(dataset, config or None, split or "test")
+    if source == ROWS_PREFIX:
+        raise TextError(f"text {source!r}: name the file, as in rows:wiki.test.raw")
     if source.startswith(ROWS_PREFIX):
         whole = _from_file(source.removeprefix(ROWS_PREFIX))
         # like the dataset: a row keeps its line's end, and a blank one is empty

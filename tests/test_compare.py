@@ -330,6 +330,8 @@ def test_a_missing_package_is_an_error_with_the_command(name, command, monkeypat
 def test_unknown_devices_and_types_are_errors():
     with pytest.raises(ModelError, match="nonsense"):
         load_model("smollm2", device="nonsense")
+    with pytest.raises(ModelError, match="device 'meta' holds no numbers"):
+        load_model("smollm2", device="meta")
     with pytest.raises(OptionError, match="float33"):
         load_model("smollm2", dtype="float33")
 

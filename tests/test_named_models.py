@@ -153,6 +153,19 @@ def test_layers_that_do_not_evict_hold_what_dynamic_cache_holds(family):
     assert cache.stored == [BUDGET] * len(cache.evicting_layers)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_a_wrong_batch_and_a_crop_of_nothing_leave_a_hybrid_s_cache_as_it_was(family):
+    model, ids = build(family), text(length=sum(BLOCKS))
+    cache, untouched = (EvictingCache(model, "h2o", budget=BUDGET) for _ in range(2))
+    for each in (cache, untouched):
+        forward(model, each, ids[:, :PROMPT])
+    with pytest.raises(WrongModelError, match="batch of 2 rows given to a cache that holds 1"):
+        forward(model, cache, ids[:, :1].expand(2, -1))
+    cache.crop(0)
+    for token in ids[:, PROMPT:].split(1, 1):
+        assert torch.equal(forward(model, cache, token), forward(model, untouched, token))
+
+
 def test_a_model_of_sliding_windows_only_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"MistralForCausalLM has no layer that keeps .* of every token"):
         EvictingCache(build("mistral", sliding_window=8), "h2o", budget=BUDGET)

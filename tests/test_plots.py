@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvevict.figures import figures_of
 from kvevict.plan import make_plan
 from kvevict.plots import COLOURS, DASHES, MARKERS, bars, by_budget, loss_by_position, needle_map, picture
 from kvevict.policies import POLICIES
-from kvevict.results import read_parts, read_rows
+from kvevict.results import json_line, read_parts, read_rows
 from kvevict.sweep import run_plan
 
 TEXT = "The cat sat on a mat and saw a dog. It ran to its old house, and the dog ran after it! Why? Nobody knows. " * 4
@@ -207,3 +208,42 @@ def test_folders_without_results_are_one_line(tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text(json.dumps({"measure": "perplexity"}))
     assert main(["plot", str(tmp_path), "--format", "gif"]) == 2
     assert "there are png and svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("parts/zzz.json", "[]", "zzz.json' is damaged, or not a part of results"),
+        ("parts/zzz.json", '{"key": {', "zzz.json' is damaged, or not a part of results"),
+        ("results.jsonl", "5\n", "expected a JSON object on every line"),
+        ("results.jsonl", "", "expected a JSON object on every line, and at least one"),
+        ("results.jsonl", "{}\n", "a row with the measure None"),
+        ("results.jsonl", '{"measure": "perplexity"}\n', "is damaged: it has no 'budget'"),
+    ],
+)
+def test_damaged_results_are_one_line(folders, tmp_path, capsys, name, content, said):
+    folder = shutil.copytree(folders["perplexity"], tmp_path / "copy")
+    (folder / name).write_text(content)
+    assert main(["plot", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_results_of_texts_with_unusual_names_are_read_again(tmp_path):
+    row = {"text": "a\u2028b\x85c\x1cd"}  # what str.splitlines() takes for ends of lines
+    (tmp_path / "results.jsonl").write_text(json_line(row) * 2, "utf-8")
+    assert read_rows(tmp_path) == [row] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["plot", ".", "--format", ""],
+        ["perplexity", "--policies", ""],
+        ["diagnose", "--policies", ""],
+        ["simulate", "mixed", "--policies", ""],
+    ],
+)
+def test_an_empty_list_is_a_mistake(options, capsys):
+    assert main(options) == 2
+    assert "'': give at least one name, or leave the option out" in capsys.readouterr().err

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import BUDGET, NOISE, PROMPT, forward, kept, small, text, tiny
+from helpers import BUDGET, NOISE, PROMPT, forward, kept, plain, small, text, tiny
 from torch import Tensor
 
-from kvevict import EvictingCache, Held, PolicyError, Rows, host, steady
-from kvevict.policies import H2O, SlidingWindow
+from kvevict import EvictingCache, Held, ObservationError, PolicyError, Rows, host, steady
+from kvevict.policies import H2O, AdaptiveEMA, SlidingWindow, SnapKV
 from kvevict.steady import Member, Ring
 
 STEPS = 12
@@ -245,3 +246,124 @@ def test_rows_that_a_policy_keeps_stay_as_they_were_shown():
     for rows, positions, weights in Keeping.shown:
         assert torch.equal(rows.positions, positions)
         assert torch.equal(rows.weights, weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(SnapKV):
+    """SnapKV whose own helper reads what stacked layers do not show."""
+
+    name: ClassVar[str] = "weighted"
+
+    def _pooled(self, held: Held, end: int | Tensor) -> Tensor:
+        assert held.values is not None
+        return super()._pooled(held, end) * held.values.float().norm(dim=-1) * (1 + held.layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unequal(AdaptiveEMA):
+    """Layers with less, as much and more than the average budget, each for itself."""
+
+    name: ClassVar[str] = "unequal"
+    consensus: ClassVar[bool] = False
+    rebuild: float = 0.5
+
+    def layer_budgets(self, budget: int, layers: int, prompt: int | None = None) -> list[int]:
+        return [budget - 3, budget, budget + 3]
+
+
+@pytest.mark.parametrize("policy", [Weighted(window=3, kernel=3), Unequal()], ids=["own helper", "unequal budgets"])
+def test_a_policy_built_on_one_of_ours_decodes_as_on_the_general_path(monkeypatch, policy):
+    model = tiny()
+    worst, cache, general = _both_ways(monkeypatch, lambda c: _decode(model, c, steps=60), model, policy)
+    assert worst < NOISE
+    assert _same_tokens(cache, general)
+
+
+SHOWN: list[Tensor] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(SlidingWindow):
+    """A window that looks at every token that comes."""
+
+    name: ClassVar[str] = "counted"
+
+    def admit(self, new: Held) -> None:
+        SHOWN.append(new.positions.clone())
+
+
+def test_a_policy_that_looks_at_new_tokens_sees_each_of_them():
+    SHOWN.clear()
+    _decode(tiny(), EvictingCache(tiny(), SlidingWindow(), budget=BUDGET))  # which looks at none
+    assert not SHOWN
+    model = tiny()
+    _decode(model, EvictingCache(model, Counted(), budget=BUDGET))
+    assert [int(each.max()) for each in SHOWN[::3]] == [PROMPT - 1, *range(PROMPT, PROMPT + STEPS)]
+
+
+def test_what_a_policy_computes_of_new_keys_keeps_no_graph():
+    model = tiny()
+    cache = EvictingCache(model, "key_norm", budget=BUDGET)
+    for block in text(1, PROMPT + STEPS).split([PROMPT, *[1] * STEPS], 1):
+        model(block, **{host.cache_argument(model): cache})  # with gradients
+        assert not any(tensor.requires_grad for layer in cache.evicting_layers for tensor in layer.tensors())
+    copy.deepcopy(cache)
+
+
+@pytest.mark.parametrize("name", ["full", "tova", "streaming_llm"])
+def test_a_prompt_under_autocast_goes_on_without_it_as_in_a_full_cache(name):
+    model, ids = tiny(), text(1, PROMPT + 4)
+    runs = []
+    for cache in (plain(model), EvictingCache(model, name, budget=100)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            forward(model, cache, ids[:, :PROMPT])
+        runs.append([forward(model, cache, token) for token in ids[:, PROMPT:].split(1, 1)])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["tova", "h2o"])
+def test_a_mask_that_does_not_grow_with_the_text_is_an_error(name, rows):
+    model, ids = tiny(), text(rows, PROMPT + 2)
+    mask = torch.ones(rows, PROMPT, dtype=torch.long)
+    mask[-1, :4] = 0
+    cache = EvictingCache(model, small(name), budget=BUDGET)
+    forward(model, cache, ids[:, :PROMPT], mask)
+    with pytest.raises(ObservationError, match=f"calls token {PROMPT} a pad in every row, after real tokens"):
+        forward(model, cache, ids[:, PROMPT : PROMPT + 1], mask)
+    cache.reset()
+    forward(model, cache, ids[:, :PROMPT], mask)
+    forward(model, cache, ids[:, PROMPT : PROMPT + 1], torch.cat([mask, mask.new_ones(rows, 1)], 1))
+    assert int(cache.kept_positions(0)[0].max()) == PROMPT - 4 * (rows == 1)
+
+
+def test_tokens_that_are_pads_in_all_rows_may_come_one_by_one_before_the_text():
+    model, ids = tiny(), text(2, 6)
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    cache = EvictingCache(model, small("h2o"), budget=BUDGET)
+    for end in range(1, 7):
+        forward(model, cache, ids[:, end - 1 : end], mask[:, :end])
+    assert kept(cache)[0].max() == 2
+
+
+@pytest.mark.parametrize("broken", ["mlp", "self_attn"])
+@pytest.mark.parametrize("name", ["tova", "sliding_window", "random"])
+def test_half_a_forward_is_not_copied(monkeypatch, name, broken):
+    model = tiny()
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    def run(cache: EvictingCache) -> list[Tensor]:
+        logits = _decode(model, cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(model.model.layers[1], broken), "forward", fails)
+            with pytest.raises(RuntimeError, match="interrupted"):
+                forward(model, cache, text(1, 1))
+        with pytest.raises(ObservationError):
+            copy.deepcopy(cache)
+        cache.reset()
+        return logits
+
+    _both_ways(monkeypatch, run, model, small(name))

@@ -106,7 +106,12 @@ def test_mistakes_in_a_plan_say_where_they_are(wrong, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("a: [", "is not YAML"), ("seeds: 1\nseeds: 2\n", "'seeds' is there twice")]
+    ("content", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("seeds: 1\nbudgets: 8\nseeds: 2\n", r"'seeds' is there twice \(line 3\)"),
+        ("threads: 20000", "threads: expected at most 1024, got 20000: give the number of cores"),
+    ],
 )
 def test_files_that_are_not_yaml_are_refused(content, message, tmp_path):
     path = tmp_path / "wrong.yaml"

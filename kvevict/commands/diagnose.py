@@ -13,6 +13,7 @@ from kvevict.commands.options import (
     add_output,
     add_text,
     add_tokens,
+    check_given,
     counts,
     parser_of,
     say,
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.models import revision
     from kvevict.results import check_folder
 
+    check_given(options, "policies")
     policies, left_out = chosen_policies(options)
     check_folder(options.output)
     loaded, text, ids = read_text(options, options.text, options.tokens)

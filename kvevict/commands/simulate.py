@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvevict.commands.options import Commands, names, parser_of, positive, say
+from kvevict.commands.options import Commands, check_given, names, parser_of, positive, say
 from kvevict.commands.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -19,15 +19,17 @@ CHUNK = 32
 
 
 def numbers(given: str) -> list[int]:
-    """Integers separated by commas; "1-5" is a range."""
+    """Whole numbers separated by commas; "1-5" is a range."""
     found: list[int] = []
     for part in names(given):
         first, dash, last = part.partition("-")
+        if dash and int(last) < int(first):
+            raise ValueError
         found += range(int(first), int(last) + 1) if dash else [int(part)]
     return found
 
 
-numbers.__name__ = "list of numbers"  # argparse: "invalid list of numbers value: 'x'"
+numbers.__name__ = "list of whole numbers"  # argparse: "invalid list of whole numbers value: 'x'"
 
 
 def add(commands: Commands) -> None:
@@ -73,6 +75,8 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.lab.report import report
     from kvevict.lab.simulation import check_budgets, check_log, choose, simulate
     from kvevict.lab.traces import named_trace
+
+    check_given(options, "policies")
     from kvevict.results import check_folder, save_files
 
     refuse_idle_options(options)

@@ -98,7 +98,7 @@ class Rows:
         be used again: copy what you keep.
     positions: (B, Q) int64, each query's own position; -1 marks a pad.
     decode:    True says that there is one query per row, the newest; that no slot is empty, and it sees them all; and
-        that ``seen`` and ``budget`` are ints and the budget never changes. False says nothing.
+        that ``seen`` and ``budget`` are ints and the budget was never another. False says nothing.
     """
 
     weights: Tensor
