@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -161,6 +162,17 @@ def test_readme_has_one_command_that_compares_and_one_that_tests_and_ci_runs_bot
 def test_readme_tells_what_compare_does_by_default():
     options = cli._parser().parse_args(["compare"])
     assert f"reads {options.tokens:,} tokens of WikiText-2 at a budget of {options.budget}," in README
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_that_are_shown_are_understood(document):
+    shown = "".join(blocks((ROOT / document).read_text("utf-8"), "(?:sh|bash)")).replace("\\\n", " ")
+    for line in shown.splitlines():
+        command = shlex.split(line.rpartition("&&")[2], comments=True)
+        if command[:1] == ["kvevict"]:
+            assert cli._parser().parse_args(command[1:]).run
+        elif command[:1] == ["python"] and command[1] != "-m":
+            assert (ROOT / command[1]).is_file()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
