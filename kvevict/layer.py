@@ -36,6 +36,7 @@ class EvictingLayer(Books):
         """Holds and knows nothing, and waits for nothing."""
         super().clear()
         self.unmasked = False  # the newest forward of one token was attended without a mask
+        self.plain = False  # the newest forward's mask is causality, and so it is over slots: its tokens come last
         self.ragged = False  # pads among the last columns: some row's last queries are not the last columns
         self.reserved = False
         self.pending = False
@@ -233,6 +234,7 @@ class EvictingLayer(Books):
             real = masks.own_columns(mask, self.fresh)  # (B | 1, Q)
             self._check_mask(real)
             self.learn_padding(real)
+        self.plain = mask is not None and self._is_plain(mask)
         if self.ordered:
             return mask
         positions = self.positions[:, :, : self.slots]
@@ -240,8 +242,16 @@ class EvictingLayer(Books):
             return None
         if mask is None or mask.dim() == 2:
             return self.causal_mask(heads)
+        if self.plain:
+            shown = masks.newest_causal(self.fresh, self.slots, mask).expand(positions.shape[0], -1, -1, -1)
+            return shown if mask.dtype == torch.bool else masks.additive(shown, mask.dtype)
         columns = positions if self.tokens is None else self.tokens[:, :, : self.slots]
         return masks.gather_columns(mask, columns, positions, heads)
+
+    def _is_plain(self, mask: Tensor) -> bool:
+        usual = self.fresh > 1 and mask.dim() == 4 and not self.record_past
+        last = self.landed is None and self.row_seen is None and not self.gaps
+        return usual and last and masks.is_causal(mask)
 
     def _check_mask(self, real: Tensor) -> None:
         """Raises ObservationError if a mask calls the newest token of every row a pad, after tokens that are none.

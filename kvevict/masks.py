@@ -43,6 +43,36 @@ def causal(positions: Tensor, queries: Tensor) -> Tensor:
     return (slots >= 0) & (slots <= queries[:, None, :, None])
 
 
+_VERDICT = "_kvevict_causal"
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Whether a mask (..., Q, S) hides from each of the newest queries what comes later, and says nothing else.
+
+    The answer is kept with the mask, which all layers of a forward share.
+    """
+    version = None if mask.is_inference() else mask._version  # the same tensor may be written to
+    known = getattr(mask, _VERDICT, None)
+    if known is None or known[0] != version or version is None:
+        queries, tokens = mask.shape[-2:]
+        among = newest_causal(queries, queries, mask)
+        # an additive mask may also carry a bias
+        said = [mask] if mask.dtype == torch.bool else [mask == 0, visible(mask)]
+        causal = all(
+            bool(shown[..., : tokens - queries].all()) and bool((shown[..., tokens - queries :] == among).all())
+            for shown in said
+        )
+        known = (version, causal)
+        setattr(mask, _VERDICT, known)
+    return bool(known[1])
+
+
+def newest_causal(queries: int, slots: int, like: Tensor) -> Tensor:
+    """Causality of the newest ``queries``, whose tokens are in the last of ``slots``: (1, 1, queries, slots) bool."""
+    shown = torch.ones(queries, slots, dtype=torch.bool, device=like.device)
+    return shown.tril_(slots - queries)[None, None]
+
+
 def gather_columns(mask: Tensor, columns: Tensor, positions: Tensor, heads: int) -> Tensor:
     """The exact mask over stored slots.
 

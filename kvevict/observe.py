@@ -329,6 +329,7 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             )
 
         exact = ticket.exact_mask(attention_mask, query.shape[1], rows)
+        told = None if ticket.layer.plain else exact  # rows without a mask are causal, and only computed as far
         fused = ticket.cache.fused_prefill and ticket.layer.wanted == query.shape[2] > 1
         if (
             fused
@@ -339,7 +340,7 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             B, heads, tokens, D = query.shape
             output = query.new_empty(B, tokens, heads, value.shape[-1])
             scale = D**-0.5 if scaling is None else scaling
-            ticket.finish(attention_rows(query, key, exact, scaling=scale, last=tokens, values=value, output=output))
+            ticket.finish(attention_rows(query, key, told, scaling=scale, last=tokens, values=value, output=output))
             return output, None
         if exact is not None and exact.dim() == 4 and not host.takes_matrix_masks(base):
             kernel = host.masked_attention(module, kwargs)  # flash kernels take no mask per head
@@ -347,7 +348,7 @@ def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if not ticket.layer.wanted or ticket.layer.draft is not None:
             ticket.finish()
             return result
-        seen = exact
+        seen = told
         if seen is not None and seen.dim() == 2:
             seen = ticket.layer.causal_mask(query.shape[1])
         with torch.no_grad():
