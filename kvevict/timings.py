@@ -15,6 +15,8 @@ from kvevict.plots import canvas, curve_style, legend
 Lines = Mapping[str, Mapping[int, float]]
 """For each cache, a value at each size."""
 
+MOST_SIZES = 8
+"""With more, the axis is linear, and its marks are not at each size."""
 RATIO = f"ratio to {DYNAMIC}"
 STEP = "Time of a step"
 SECTIONS = {
@@ -89,7 +91,9 @@ def against(title: str, varies: str, panels: Mapping[str, Lines]) -> Figure:
     said = "" if len(sizes) > 1 else f"\n{varies[0].lower()}{varies[1:]}: {sizes[0]:,}"
     all_axes[0].set_title(f"{title}{said}", fontsize=10, loc="left")
     last = all_axes[-1]
-    if len(sizes) > 1:
+    if len(sizes) > MOST_SIZES:  # the pieces of one text
+        last.xaxis.set_major_formatter("{x:,.0f}")
+    elif len(sizes) > 1:
         last.set_xscale("log", base=2)
         last.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45 * (len(sizes) > 6))
         last.minorticks_off()
@@ -126,7 +130,7 @@ def _draw_bars(axes: Axes, names: Sequence[str], sizes: Sequence[int], lines: Li
     axes.bar(range(len(names)), values, color="0.75", edgecolor="black", zorder=2)
     for place, value in enumerate(values):
         if math.isfinite(value):
-            axes.text(place, value, f"{value:.3g}", ha="center", va="bottom", fontsize=9, zorder=3)
+            axes.text(place, value / 2, f"{value:.3g}", ha="center", va="center", fontsize=9, zorder=5)
     if DYNAMIC in lines:
         full = lines[DYNAMIC][sizes[0]]
         name = f"{DYNAMIC}: {full:.3g}"

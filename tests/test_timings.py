@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,13 @@ def test_other_files_are_refused_with_what_to_give(tmp_path, content):
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(OutputError, match=r"is not what kvevict bench .*: give its bench\.json, or the folder"):
         list(figures_of(tmp_path / "other.json"))
+
+
+def test_many_pieces_of_a_text_share_an_axis_with_room_for_its_marks():
+    pieces = Bounded("h2o", 40_960, 1024, 1024, (1.0,) * 40, MIB, MIB, MIB)
+    ((_, figure),) = charts_of(Report({"model": "small"}, [], [], [], [], [pieces], [], []))
+    axes = figure.axes[0]
+    figure.draw_without_rendering()
+    boxes = [tick.get_window_extent() for tick in axes.get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+    assert "40,000" in [tick.get_text() for tick in axes.get_xticklabels()]
