@@ -36,11 +36,13 @@ class Growth:
     tokens:     generated.
     seconds:    of the prompt, then of each step of one token: time for the forward alone.
     held_bytes: what the cache holds after the prompt, then after each step.
+    prompt:     tokens of the prompt.
     """
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
+    prompt: int = 0
 
 
 @torch.no_grad()
@@ -64,7 +66,7 @@ def growth(
         raise OptionError(f"new={new}: give at least 1 token to generate")
     if FULL_CACHE in caches:
         raise OptionError(f"a cache is called {FULL_CACHE!r}, as the full cache is: rename it")
-    found = {name: Growth() for name in (FULL_CACHE, *caches)}
+    found = {name: Growth(prompt=ids.shape[1]) for name in (FULL_CACHE, *caches)}
     with evaluation_mode(model), ExitStack() as stack:
         held: dict[str, Cache] = {FULL_CACHE: full_cache(model)}
         for name, (policy, budget) in caches.items():
@@ -89,7 +91,7 @@ def growth(
 def growth_rows(
     found: Mapping[str, Growth], cells: Mapping[str, Mapping[str, Any]], key: Mapping[str, Any]
 ) -> list[Any]:
-    """Rows of results: ``key``, what ``cells`` says of each cache, figures of its end, and its whole series.
+    """Rows of results: ``key``, what ``cells`` says of each cache, its speed, figures of its end, its whole series.
 
     Seconds per step are the median of the last quarter of the steps, where the full cache is largest.
     """
@@ -101,6 +103,9 @@ def growth_rows(
             "measure": MEASURE,
             **key,
             **cells[name],
+            "prefill_tokens_per_second": series.prompt / series.seconds[0],
+            "prefill_of_full": series.seconds[0] / full.seconds[0],
+            "decode_tokens_per_second": 1 / statistics.median(series.seconds[-last:]),
             "end_bytes": series.held_bytes[-1],
             "peak_bytes": max(series.held_bytes),
             "end_bytes_of_full": series.held_bytes[-1] / full.held_bytes[-1],
@@ -114,7 +119,8 @@ def growth_rows(
 
 def growth_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The rows as a table: its head and its lines."""
-    head = ["cache", "budget", "MiB at the end", "of full", "most MiB", "ms a step", "of full"]
+    head = ["cache", "budget", "MiB at the end", "of full", "most MiB", "prefill tokens/s", "time of full",
+            "decode tokens/s", "ms a step", "time of full"]  # fmt: skip  # measures beside their ratios
     lines = [
         [
             row["policy"],
@@ -122,6 +128,9 @@ def growth_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[lis
             f"{row['end_bytes'] / 2**20:.1f}",
             f"{row['end_bytes_of_full']:.3f}",
             f"{row['peak_bytes'] / 2**20:.1f}",
+            f"{row['prefill_tokens_per_second']:.1f}",
+            f"{row['prefill_of_full']:.3f}",
+            f"{row['decode_tokens_per_second']:.1f}",
             f"{row['step_seconds'] * 1e3:.2f}",
             f"{row['step_of_full']:.3f}",
         ]

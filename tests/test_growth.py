@@ -63,11 +63,14 @@ def test_all_caches_take_their_turn_before_any_takes_another(ids, monkeypatch):
 
 def test_figures_of_a_row_are_of_the_last_quarter():
     full = growth.Growth([1] * 8, [9.0, *[1.0] * 6, 2.0, 4.0], [10] * 8 + [20])
-    other = growth.Growth([1] * 8, [9.0, *[1.0] * 6, 3.0, 6.0], [10, 30, *[10] * 7])
+    other = growth.Growth([1] * 8, [18.0, *[1.0] * 6, 3.0, 6.0], [10, 30, *[10] * 7], prompt=90)
     _, row = growth_rows({"full cache": full, "a": other}, {"full cache": {}, "a": {"policy": "a", "budget": 3}}, {})
     assert (row["end_bytes"], row["peak_bytes"], row["end_bytes_of_full"]) == (10, 30, 0.5)
     assert (row["step_seconds"], row["step_of_full"]) == (4.5, 1.5)
-    assert growth_table([row])[1] == [["a", "3", "0.0", "0.500", "0.0", "4500.00", "1.500"]]
+    assert (row["prefill_tokens_per_second"], row["prefill_of_full"]) == (5, 2)
+    assert row["decode_tokens_per_second"] == 1 / 4.5
+    cells = ["a", "3", "0.0", "0.500", "0.0", "5.0", "2.000", "0.2", "4500.00", "1.500"]
+    assert growth_table([row])[1] == [cells]
 
 
 def test_the_model_is_left_in_its_mode_and_bad_numbers_are_refused(ids):
