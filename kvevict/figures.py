@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvevict import growth
 from kvevict.bench import FILE, read
 from kvevict.errors import OutputError
 from kvevict.kept import HEADS, HELD, read_kept, read_tokens
@@ -24,9 +25,6 @@ VALUES = {
     "needle": ("match", "graded_recall"),
     "diagnostics": ("retained", "recall", "missed_per_eviction"),
 }
-
-
-GROWTH = "growth"
 
 
 def figures_of(results: Path) -> Iterator[tuple[str, Figure]]:
@@ -49,7 +47,7 @@ def figures_of(results: Path) -> Iterator[tuple[str, Figure]]:
             return
     rows = read_rows(results)
     for row in rows:
-        if row.get("measure") not in (*VALUES, GROWTH):
+        if row.get("measure") not in (*VALUES, growth.MEASURE):
             raise OutputError(
                 f"{RESULTS} in {str(results)!r} has a row with the measure {row.get('measure')!r}, which no command "
                 "here writes: give a folder that kvevict wrote"
@@ -66,7 +64,7 @@ def _figures(folder: Path, rows: list[Row]) -> Iterator[tuple[str, Figure]]:
     from kvevict.plots import growth_curves
 
     measure = rows[0]["measure"]
-    if measure == GROWTH:
+    if measure == growth.MEASURE:
         yield "memory-and-speed", growth_curves(rows)
         return
     budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"] is not None))

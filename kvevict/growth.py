@@ -97,7 +97,7 @@ def growth_rows(
     """
     full = found[FULL_CACHE]
     last = max(1, (len(full.seconds) - 1) // LAST)
-    base = statistics.median(full.seconds[-last:])
+    step = {name: statistics.median(series.seconds[-last:]) for name, series in found.items()}
     return [
         {
             "measure": MEASURE,
@@ -105,12 +105,12 @@ def growth_rows(
             **cells[name],
             "prefill_tokens_per_second": series.prompt / series.seconds[0],
             "prefill_of_full": series.seconds[0] / full.seconds[0],
-            "decode_tokens_per_second": 1 / statistics.median(series.seconds[-last:]),
+            "decode_tokens_per_second": 1 / step[name],
             "end_bytes": series.held_bytes[-1],
             "peak_bytes": max(series.held_bytes),
             "end_bytes_of_full": series.held_bytes[-1] / full.held_bytes[-1],
-            "step_seconds": statistics.median(series.seconds[-last:]),
-            "step_of_full": statistics.median(series.seconds[-last:]) / base,
+            "step_seconds": step[name],
+            "step_of_full": step[name] / step[FULL_CACHE],
             **vars(series),
         }
         for name, series in found.items()

@@ -131,7 +131,7 @@ class Plan:
             if choices and protocol is not None and not protocol.evicts:
                 raise OptionError(
                     f"{protocol} feeds each window in one forward, so no policy can evict before its predictions: "
-                    "give chunk, or policies: [] for the full cache alone"
+                    'give chunk, or no policies (policies: [], or --policies "") for the full cache alone'
                 )
             for seed in seeds:
                 cells[FULL_CACHE, protocol, seed] = Cell(FULL_CACHE, None, None, {}, seed, protocol)

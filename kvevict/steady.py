@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ class Full(Held):
     order: (B, H, L + 1) slots from the oldest token to the newest, and a last one to spare; None until asked for.
     """
 
-    order: Tensor | None = None
+    order: Tensor | None = field(default=None, init=False)  # a narrowed view has another
 
     def oldest_first(self) -> Tensor:
         if self.order is None:

@@ -163,6 +163,15 @@ def test_protocols_and_protection_reach_the_rows(asked, tmp_path):
     assert all("sinks=2, recent=4" in row["options"] for row in rows[1:])
 
 
+def test_whole_windows_read_with_the_full_cache_alone_where_no_policy_is_named(asked, tmp_path, capsys):
+    whole = ["--protocol", "windows", "--window", "64", "--stride", "16"]
+    assert main([*asked["perplexity"], *whole]) == 2
+    assert '--policies ""' in capsys.readouterr().err
+    assert main([*asked["perplexity"], *whole, "--policies", ""]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["policy"] for row in rows] == ["full cache"]
+
+
 def test_running_a_command_again_measures_nothing_again(asked, capsys, monkeypatch):
     assert main(asked["perplexity"]) == 0
     first = capsys.readouterr().out

@@ -236,14 +236,14 @@ def test_results_of_texts_with_unusual_names_are_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
-        ["plot", ".", "--format", ""],
-        ["perplexity", "--policies", ""],
-        ["diagnose", "--policies", ""],
-        ["simulate", "mixed", "--policies", ""],
+        (["plot", ".", "--format", ""], "--format '': give png or svg"),
+        (["diagnose", "--policies", ""], "no policy to diagnose: name at least one"),
+        (["simulate", "mixed", "--policies", ""], "no policy to simulate: name at least one"),
+        (["compare", "--policies", ""], "no policy to compare: name at least one"),
     ],
 )
-def test_an_empty_list_is_a_mistake(options, capsys):
+def test_an_empty_list_is_a_mistake_where_it_leaves_nothing(options, said, capsys):
     assert main(options) == 2
-    assert "'': give at least one name, or leave the option out" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

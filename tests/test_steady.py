@@ -488,3 +488,11 @@ def test_layers_that_left_a_choir_come_back_to_one(monkeypatch):
     assert kinds(cache) == ["NoneType", "NoneType", "Member"]
     loop(model, cache, blocks[6:8])
     assert kinds(cache) == ["Member"] * LAYERS
+
+
+def test_a_part_of_the_slots_has_an_order_of_its_own():
+    positions = torch.randperm(9, generator=torch.Generator().manual_seed(0)).view(1, 1, 9)
+    held = steady.Full(positions=positions, seen=9, budget=9)
+    held.oldest_first()
+    for part in (held.first(4), held.narrow(2, 7)):
+        assert torch.equal(part.oldest_first(), part.positions.argsort(-1))

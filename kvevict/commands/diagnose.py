@@ -13,7 +13,6 @@ from kvevict.commands.options import (
     add_output,
     add_text,
     add_tokens,
-    check_given,
     counts,
     parser_of,
     say,
@@ -65,7 +64,6 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.models import revision
     from kvevict.results import check_folder
 
-    check_given(options, "policies")
     policies, left_out = chosen_policies(options)
     check_folder(options.output)
     loaded, text, ids = read_text(options, options.text, options.tokens)
@@ -114,6 +112,8 @@ def chosen_policies(options: argparse.Namespace) -> tuple[dict[str, Policy], dic
     from kvevict.plan import make_plan
     from kvevict.policies import Random
 
+    if options.policies == []:
+        raise OptionError("no policy to diagnose: name at least one, or leave --policies out for all")
     for budget in options.budget:
         if not isinstance(budget, int):
             raise OptionError(f"budget {budget}: a replay takes budgets in tokens, such as 64,128, and no shares")

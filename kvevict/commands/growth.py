@@ -77,7 +77,6 @@ def run(options: argparse.Namespace) -> None:
             "budget": cell.budget,
             "protection": dict(cell.protection),
             "seed": options.seed,
-            "prompt": len(ids),
         }
         for name, cell in named.items()
     }

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvevict.errors import MissingPackageError, OptionError
+from kvevict.errors import MissingPackageError
 
 if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -125,7 +125,6 @@ def source_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def shared_of(options: argparse.Namespace) -> dict[str, Any]:
     """What ``add_model`` and ``add_caches`` took, as a plan takes it."""
-    check_given(options, "policies")
     return {
         "models": [options.model],
         "policies": "all" if options.policies is None else options.policies,
@@ -135,13 +134,6 @@ def shared_of(options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         "dtype": options.dtype,
     }
-
-
-def check_given(options: argparse.Namespace, *lists: str) -> None:
-    """Raises OptionError for an option that was given an empty list."""
-    for name in lists:
-        if getattr(options, name) == []:
-            raise OptionError(f"--{name} '': give at least one name, or leave the option out")
 
 
 def need(command: str, *packages: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvevict.commands.options import Commands, check_given, names, need, parser_of
+from kvevict.commands.options import Commands, names, need, parser_of
 from kvevict.errors import OptionError
 
 FORMATS = ("png", "svg")
@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.plots import picture
     from kvevict.results import save_files
 
-    check_given(options, "format")
+    if not options.format:
+        raise OptionError(f"--format '': give {' or '.join(FORMATS)}, or leave it out")
     for kind in options.format:
         if kind not in FORMATS:
             raise OptionError(f"format {kind!r}: there are {' and '.join(FORMATS)}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvevict.commands.options import Commands, check_given, names, parser_of, positive, say
+from kvevict.commands.options import Commands, names, parser_of, positive, say
 from kvevict.commands.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.lab.report import report
     from kvevict.lab.simulation import check_budgets, check_log, choose, simulate
     from kvevict.lab.traces import named_trace
-
-    check_given(options, "policies")
     from kvevict.results import check_folder, save_files
 
     refuse_idle_options(options)
