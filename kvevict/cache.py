@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvevict import drafts, eviction, host, observe, storage
+from kvevict import compiled, drafts, eviction, host, observe, storage
 from kvevict.checks import check_budget, check_fused, check_model, check_protection
 from kvevict.errors import (
     ObservationError,
@@ -85,6 +85,7 @@ class EvictingCache(Cache):
             raise OptionError(f"offloading={offloading!r}: expected True or False")
         if how is not None and offloading:
             raise OptionError("storage= and offloading=True: packed tokens stay on their device. Leave out one of them")
+        given, model = model, host.unwrapped(model)
         config = check_model(model)
         if how is not None:
             how.check_head(host.head_size(config))
@@ -112,16 +113,21 @@ class EvictingCache(Cache):
         self._print: dict[str, Any] | None = None  # of the model, where it was unpickled without one
         # Phi-3 and its kin: generate() drops the cache when the text outgrows this
         self._dropped_beyond: int | None = getattr(model.config, "original_max_position_embeddings", None)
-        self._bind(model)
+        self._bind(model, host.is_compiled(given))
 
-    def _bind(self, model: PreTrainedModel) -> None:
+    def _bind(self, model: PreTrainedModel, is_compiled: bool) -> None:
         policy, self._print = self.policy, None
         self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model)
-        self._modules = {id(module) for module in host.attention_modules(model)}
+        modules = host.attention_modules(model)
+        self._modules = {id(module) for module in modules}
+        self._by_layer = {int(str(module.layer_idx)): weakref.ref(module) for module in modules}
         self._base = host.implementation(model)
-        self.free = policy.queries == 0 and not policy.consensus and self._base in ("sdpa", "eager")
-        self._attachment = None if self.free else observe.attach(model, self)
+        blind = policy.queries == 0 and not policy.consensus
+        self.free = blind and (self._base == "eager" or (self._base == "sdpa" and not is_compiled))
+        self.attachment = None if self.free else observe.attach(model, self)
         self.spec.no_drafts = drafts.reason_against(self.spec, self.free, self._base)
+        self.number = compiled.enrol(self)
+        self.awaited: int | None = None  # the layer whose update was traced, until its attention is
 
     # -- what users ask --------------------------------------------------------------------------------------
 
@@ -191,10 +197,11 @@ class EvictingCache(Cache):
         memo[id(self)] = copied
         for name, value in vars(self).items():
             setattr(copied, name, [] if name == "_choirs" else copy.deepcopy(value, memo))
+        copied.number = compiled.enrol(copied)
         if copied._drafting:
             copied._cut(0)  # its rows live in the original, which may go on
-        if self._attachment is not None:
-            self._attachment.users.add(copied)  # leaving a `with` of the original must not detach the copy
+        if self.attachment is not None:
+            self.attachment.users.add(copied)  # leaving a `with` of the original must not detach the copy
         return copied
 
     def __enter__(self) -> EvictingCache:
@@ -221,7 +228,8 @@ class EvictingCache(Cache):
         self._catch_up()
         model = self._model()
         known = self._print if model is None else storage.fingerprint(model)
-        own = {"_choirs": [], "_model": _nobody, "_modules": set(), "_attachment": None, "_print": known}
+        nobody = {"_model": _nobody, "_modules": set(), "_by_layer": {}, "attachment": None}
+        own = {"_choirs": [], "_print": known, **nobody}
         return {**vars(copy.deepcopy(self) if self._drafting else self), **own}
 
     def attach(self, model: PreTrainedModel) -> EvictingCache:
@@ -230,6 +238,7 @@ class EvictingCache(Cache):
         Raises WrongModelError, before anything changes, for a model other than the one that filled the cache, or if
         that model is gone and nothing tells which it was.
         """
+        given, model = model, host.unwrapped(model)
         known = self._model()
         if self._print is not None:
             storage.check_model(self._print, storage.fingerprint(model), "this cache")
@@ -241,7 +250,7 @@ class EvictingCache(Cache):
         elif known is not model:
             raise WrongModelError("this cache belongs to another model: build an EvictingCache for this one")
         check_fused(self.fused_prefill, self.policy, model)
-        self._bind(model)
+        self._bind(model, host.is_compiled(given))
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -273,7 +282,7 @@ class EvictingCache(Cache):
         offloading, fused_prefill: as for a new cache; they are not saved.
         Raises StoredCacheError for files that cannot be read, and WrongModelError for another model's.
         """
-        policy, budget, states = storage.read(Path(path), model, policy)
+        policy, budget, states = storage.read(Path(path), host.unwrapped(model), policy)
         options = next((state["storage"] for state in states if "storage" in state), None)
         packed = None if options is None else Quantized(**options)
         cache = cls(model, policy, budget, storage=packed, offloading=offloading, fused_prefill=fused_prefill)
@@ -297,11 +306,25 @@ class EvictingCache(Cache):
             )
         return seen
 
-    @observe.uncompiled  # slots are chosen by the state of the cache, and written in place
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values (B, H, Q, D) of one layer; returns everything it holds."""
+        """Stores new keys and values (B, H, Q, D) of one layer; returns everything it holds.
+
+        While ``torch.compile`` traces a forward, the attention that follows will do that: see ``kvevict.compiled``.
+        """
+        if not (torch.compiler.is_compiling() and compiled.can_defer(self)):
+            return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._check_awaited()
+        self.awaited = layer_idx
+        deferred = compiled.Deferred(self, layer_idx, value_states)
+        return observe.tag(key_states.view_as(key_states), deferred), value_states
+
+    @observe.uncompiled  # slots are chosen by the state of the cache, and written in place
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._check_awaited()
         if layer_idx >= len(self.layers):
             raise WrongModelError(
                 f"layer {layer_idx} was updated in a cache built for {len(self.layers)} layers: build an EvictingCache "
@@ -314,11 +337,11 @@ class EvictingCache(Cache):
             held: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         if layer.index == 0 and not layer.hooked:
-            module, unused = host.calling_module(3)  # the third frame: the second is `uncompiled`
+            module, unused = host.calling_module(4)  # our frames: this one, `uncompiled`, `update`
             self.check_forward(module, key_states.shape[2], unused)
         hooked = layer.hooked
         keys, values = layer.update(key_states, value_states)
-        maskless = self.free and layer.steady is not None and host.called_without_mask(3)
+        maskless = self.free and layer.steady is not None and host.called_without_mask(4)
         if maskless and layer.steady is not None and layer.steady.unmasked:
             layer.settle()  # nobody looks at this attention, and it uses no mask: there is nothing to wait for
             return keys, values
@@ -328,6 +351,27 @@ class EvictingCache(Cache):
                 raise WrongModelError("this cache was built for another model: build an EvictingCache for this one")
             return observe.tag(keys, ticket), values
         return observe.Probe.of(keys, ticket), values
+
+    def _check_awaited(self) -> None:
+        """Raises WrongModelError if an update that was traced met no attention of this cache's model."""
+        if self.awaited is not None:
+            raise WrongModelError(
+                f"layer {self.awaited} of a compiled forward did not attend as this cache's model does: build an "
+                "EvictingCache for the model that uses it, after the last change to its attention"
+            )
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """``update`` with new keys and values (B, H, Q, D), then the attention of queries (B, heads, Q, D).
+
+        Returns (B, Q, heads, D). For forwards that were compiled.
+        """
+        module = self._by_layer[layer_idx]()
+        assert module is not None and self.attachment is not None
+        keys, values = self._update(key, value, layer_idx)
+        output, _ = self.attachment.attention(module, query, keys, values, mask, **options)
+        return output
 
     def check_forward(self, module: torch.nn.Module | None, tokens: int, unused: bool) -> None:
         """Once per forward of ``tokens`` tokens, before the first evicting layer stores them.
@@ -352,7 +396,7 @@ class EvictingCache(Cache):
                 f"the model's attention implementation was {self._base!r} when this cache was built and is {now!r} "
                 "now: set it back, or build a new EvictingCache"
             )
-        if self._attachment is not None and not self._attachment.active:
+        if self.attachment is not None and not self.attachment.active:
             raise ObservationError(
                 "the model was detached, so this cache can no longer see its attention: build a new EvictingCache"
             )
@@ -458,7 +502,7 @@ class EvictingCache(Cache):
             layer.steady = None  # what a choir has heard so far is not settled any more
         for layer in self.evicting_layers:
             layer.reset()
-        self._choirs = []
+        self._choirs, self.awaited = [], None
         for index, unused in self._others.items():
             self.layers[index] = copy.deepcopy(unused)  # 5.17 only zeroes sliding layers
 

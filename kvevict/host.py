@@ -29,8 +29,13 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
 def cache_argument(model: nn.Module) -> str:
     """The name of the cache argument of ``model.forward``: "cache" or "past_key_values"."""
-    names = inspect.signature(model.forward).parameters
+    names = inspect.signature(unwrapped(model).forward).parameters
     return "cache" if "cache" in names else "past_key_values"
+
+
+def unwrapped(model: Any) -> Any:
+    """The model itself, where ``torch.compile(model)`` was given."""
+    return getattr(model, "_orig_mod", model)
 
 
 def decoder_config(model: nn.Module) -> PreTrainedConfig:
@@ -134,6 +139,13 @@ def head_size(config: PreTrainedConfig) -> int | None:
 def implementation(model: nn.Module) -> str:
     """Name of the attention implementation that the model's decoder uses now."""
     return str(decoder_config(model)._attn_implementation or "eager")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls are known to be compiled: torch.compile(model), model.compile() or a compiled model.forward."""
+    inner = unwrapped(model)
+    compiled = getattr(inner, "_compiled_call_impl", None), getattr(inner.forward, "_torchdynamo_orig_callable", None)
+    return inner is not model or any(each is not None for each in compiled)
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

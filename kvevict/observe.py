@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig
 
-from kvevict import drafts, host, masks
+from kvevict import compiled, drafts, host, masks
 from kvevict.drafts import RowSource
 from kvevict.errors import ObservationError, WrongModelError
 from kvevict.statistics import attend, attention_rows
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def uncompiled(function: Function) -> Function:
@@ -187,7 +188,8 @@ class Attachment:
                 self.handles.append(module.register_forward_hook(_Hook(_after_eager), with_kwargs=True))
             return
         name = _PREFIX + self.base
-        AttentionInterface.register(name, _observed(self.base))
+        self.attention = _observed(self.base)
+        AttentionInterface.register(name, _traced(self.base, self.attention))
         views: dict[int, PreTrainedConfig] = {}
         for module in modules:
             config = module.config
@@ -230,7 +232,7 @@ def detach(model: nn.Module) -> None:
     Caches that need its attention raise when they are used again. A model that was never prepared is left alone.
     """
     with _lock:
-        attachment = _attached.pop(model, None)
+        attachment = _attached.pop(host.unwrapped(model), None)
         if attachment is not None:
             attachment.remove()
 
@@ -282,13 +284,33 @@ def _config_view(config: PreTrainedConfig, base: str, name: str) -> PreTrainedCo
 _TAG = "_kvevict_ticket"
 
 
-def tag(keys: Tensor, ticket: Ticket) -> Tensor:
+def tag(keys: Tensor, ticket: Ticket | compiled.Deferred) -> Tensor:
     """Marks a fresh view of the keys, so that the attention that receives it finds its cache."""
     setattr(keys, _TAG, ticket)
     return keys
 
 
-def _observed(base: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _traced(base: str, attention: AttentionFunction) -> AttentionFunction:
+    """``attention``, and what ``torch.compile`` makes of it."""
+
+    def call(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        mark: Ticket | compiled.Deferred | None = getattr(key, _TAG, None)
+        if isinstance(mark, compiled.Deferred):
+            mark.check(module, value)
+            whole = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+            whole = whole and host.is_plain(host.attention_function(base, module), query, kwargs)
+            run = mark.in_graph if whole else mark.apart
+            return run(query, key, attention_mask, kwargs), None
+        if mark is None and torch.compiler.is_compiling():
+            return host.attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+
+    return call
+
+
+def _observed(base: str) -> AttentionFunction:
     """An attention function that runs ``base`` and shows evicting caches what it attended."""
 
     from kvevict.cache import EvictingCache as evicting

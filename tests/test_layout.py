@@ -24,7 +24,7 @@ ORDER = [  # from the bottom up: a module imports from lower lines only
     {"spec", "drafts", "steady"},
     {"books", "checks"},
     {"layer"},
-    {"quantized", "offloaded"},
+    {"quantized", "offloaded", "compiled"},
     {"observe"},
     {"cache"},
     {"models", "testing", "protocols", "bootstrap", "results", "kept"},
