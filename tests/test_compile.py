@@ -93,6 +93,19 @@ def test_turns_and_padded_rows_in_one_graph(padded):
     assert same(cache, expected)
 
 
+def test_a_mask_that_hides_nothing_keeps_nobody_from_fast_steps():
+    """A forward that is traced cannot look at it, and so transformers makes one of four dimensions."""
+    model, plain = tiny(num_hidden_layers=2), tiny(num_hidden_layers=2)
+    blocks = [text(length=PROMPT), *text(length=4, seed=3).split(1, 1)]
+    ones = torch.ones(1, PROMPT + 4, dtype=torch.long)
+    expected = loop(plain, EvictingCache(plain, "h2o", budget=BUDGET), blocks, ones)
+    compile_forward(model, fullgraph=True)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    for ours, theirs in zip(loop(model, cache, blocks, ones), expected, strict=True):
+        assert (ours - theirs).abs().max() < NOISE
+    assert all(type(layer.steady).__name__ == "Member" for layer in cache.layers)
+
+
 def test_caches_share_the_graphs():
     model = tiny(num_hidden_layers=2)
     compile_forward(model, fullgraph=True)
@@ -104,17 +117,20 @@ def test_caches_share_the_graphs():
     assert done[1:] == [done[1]] * 3, "the second one shows that the cache may be another"
 
 
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
 @pytest.mark.parametrize("how", ["forward", "model.compile"])
-def test_generate_with_a_compiled_model(how):
+def test_generate_with_a_compiled_model(how, name):
     ids = text(length=PROMPT)
     plain, model = tiny(num_hidden_layers=2), tiny(num_hidden_layers=2)
     if how == "forward":
         compile_forward(model)
     else:
         model.compile(backend=BACKEND)
-    expected, cache = (EvictingCache(each, "streaming_llm", budget=BUDGET) for each in (plain, model))
+    expected, cache = (EvictingCache(each, name, budget=BUDGET) for each in (plain, model))
     assert torch.equal(generate(model, ids, cache).sequences, generate(plain, ids, expected).sequences)
-    assert graphs() > 0 and breaks() == 0 and same(cache, expected)
+    assert graphs() > 0 and breaks() == 0
+    assert [type(each.steady) for each in cache.layers] == [type(each.steady) for each in expected.layers]
+    assert same(cache, expected)
 
 
 def test_the_wrapper_that_torch_compile_makes_is_as_good_as_the_model():
@@ -214,13 +230,14 @@ def test_attention_with_learned_sinks_interrupts_the_graph():
 def test_gradients_interrupt_the_graph():
     model, plain = tiny(num_hidden_layers=2), tiny(num_hidden_layers=2)
     compile_forward(model)
-    ids = text(length=PROMPT)
+    ids, gradients = text(length=PROMPT), []
     for each in (model, plain):
+        trained = each.requires_grad_(False).model.layers[0].self_attn.k_proj.weight.requires_grad_()
         cache = EvictingCache(each, "h2o", budget=BUDGET)
         each(ids, use_cache=True, **{host.cache_argument(each): cache}).logits.pow(2).mean().backward()
+        gradients.append(trained.grad)
     assert breaks() > 0
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None and torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+    assert torch.allclose(*gradients, atol=1e-7) and gradients[0].any()
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
