@@ -21,6 +21,7 @@ RATIO = f"ratio to {DYNAMIC}"
 STEP = "Time of a step"
 SECTIONS = {
     "decode": (STEP, "Tokens held by every cache (per KV head and layer)"),
+    "compiled": (STEP, "Tokens held by every cache (per KV head and layer)"),
     "after": (STEP, "Tokens seen (by every cache)"),
     "prefill": ("Time of a prompt", "Prompt (tokens)"),
     "seen": (STEP, "Tokens seen (by every cache)"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -605,9 +607,32 @@ def test_what_cannot_work_is_found_before_anything_is_loaded(arguments, said, ca
     assert said in capsys.readouterr().err
 
 
+def test_compiled_steps_stand_beside_the_same_ones_uncompiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model, found = tiny(num_hidden_layers=1), bench.Report()
+    settings = dataclasses.replace(bench.QUICK, sections=("compiled",), held=(24,), steps=4, scale_policies=None)
+    [job] = bench.jobs(model, {"h2o": ALL["h2o"]()}, settings, found)
+    job.run(None)
+    names = ["DynamicCache", "StaticCache", "h2o", "StaticCache, compiled", "h2o, compiled"]
+    assert [row.name for row in found.timings] == names
+    assert all(row.held == 24 and row.section == "compiled" and len(row.seconds) == 4 for row in found.timings)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert "forward" not in vars(model), "the model itself is not compiled"
+
+
+def test_a_compiler_that_does_not_work_is_found_before_anything_runs(monkeypatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("No working C++ compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda module: broken)
+    settings = dataclasses.replace(bench.QUICK, sections=("compiled",), scale_policies=None)
+    with pytest.raises(OptionError, match=r"does not work here \(No working C\+\+ compiler found\): install"):
+        bench.jobs(tiny(), POLICIES, settings, bench.Report())
+
+
 def test_quick_measures_less_of_everything_than_the_default():
     quick, whole = bench.QUICK, bench.DEFAULT
-    assert quick.sections == whole.sections == bench.SECTIONS
+    assert {*quick.sections} == {*whole.sections} == {*bench.SECTIONS} - {"compiled"}
     for field in dataclasses.fields(plan.Settings):
         small_one, large_one = getattr(quick, field.name), getattr(whole, field.name)
         if isinstance(large_one, int):

@@ -114,7 +114,7 @@ def test_lines_can_be_told_apart_without_colour(charts):
 
 
 def test_every_section_of_the_bench_says_what_varies():
-    timed = {"decode", "after", "prefill", "seen", "budget", "batch", "layers"}
+    timed = {"decode", "compiled", "after", "prefill", "seen", "budget", "batch", "layers"}
     assert timed | {"kvpress decode", "kvpress after"} == set(SECTIONS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvevict.bench.caches import BASELINES, EAGER, IN_PLACE, LIMIT, SLIDING, STATIC
+from kvevict.bench.compiling import compiled_steps
 from kvevict.bench.memory import bounded_prefill, largest, largest_batches, peak_memory, prompt_memory
 from kvevict.bench.overhead import host_waits, policy_cost
 from kvevict.bench.peers import check_kvpress, measure_kvpress
@@ -43,6 +44,7 @@ __all__ = [
     "by_layers",
     "by_seen",
     "check_kvpress",
+    "compiled_steps",
     "decode",
     "host_waits",
     "jobs",

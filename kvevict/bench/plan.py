@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from kvevict import host
-from kvevict.bench import memory, overhead, peers, scaling, timing
+from kvevict.bench import compiling, memory, overhead, peers, scaling, timing
 from kvevict.bench.caches import BASELINES, check_baselines, left_out
 from kvevict.bench.rows import Report
 from kvevict.bench.timing import WARM_UP, Progress
@@ -16,15 +16,18 @@ from kvevict.cache import EvictingCache
 from kvevict.errors import OptionError
 from kvevict.policies.base import Policy
 
-SECTIONS = ("decode", "after", "prefill", "memory", "cost", "scaling", "bounded", "waits", "fit")
-"""As the command calls them. The last two need an accelerator."""
+SECTIONS = ("decode", "after", "prefill", "memory", "cost", "scaling", "bounded", "waits", "fit", "compiled")
+"""As the command calls them. ``waits`` and ``fit`` need an accelerator."""
+USUAL = tuple(each for each in SECTIONS if each != "compiled")
+"""All but the one that needs a compiler, and a minute for each kind of cache."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Sizes of the sections; one that is empty leaves its section out.
 
-    held, seen, prefill: tokens, of ``decode``, ``against_full``, and ``prefill`` and ``prompt_memory``.
+    held, seen, prefill: tokens, of ``decode`` and ``compiled_steps``, of ``against_full``, and of ``prefill`` and
+        ``prompt_memory``.
     budget:      after a prompt and after ``seen``.
     cost:        tokens held where the policies' cost is measured.
     scale_*:     what the scaling sections vary; ``scale_policies`` take part, all of them if None.
@@ -32,7 +35,7 @@ class Settings:
     long, chunk: tokens of the bounded prompt, and of a piece of it, at a budget of one piece.
     """
 
-    sections: tuple[str, ...] = SECTIONS
+    sections: tuple[str, ...] = USUAL
     baselines: tuple[str, ...] = tuple(BASELINES)
     held: tuple[int, ...] = (256, 1024)
     seen: tuple[int, ...] = (4096,)
@@ -65,16 +68,29 @@ class Settings:
 
     def budgets(self) -> list[int]:
         """Every budget that some policy gets."""
-        named = {"decode": self.held, "after": (self.budget,), "prefill": (self.budget,), "cost": self.cost}
+        named = {
+            "decode": self.held,
+            "compiled": self.held,
+            "after": (self.budget,),
+            "prefill": (self.budget,),
+            "cost": self.cost,
+        }
         scaling = (*self.scale_budget, self.scale_held, self.budget)
         named |= {"scaling": scaling, "bounded": (self.chunk,)}
         return sorted({each for section, sizes in named.items() if section in self.sections for each in sizes})
 
     def longest(self) -> int:
         """The most tokens that any cache will see."""
-        named = {"decode": self.held, "after": self.seen, "prefill": self.prefill, "memory": self.prefill}
+        named = {
+            "decode": self.held,
+            "compiled": self.held,
+            "after": self.seen,
+            "prefill": self.prefill,
+            "memory": self.prefill,
+        }
         scaling = (*self.scale_seen, *self.scale_budget, self.scale_held)
         named |= {"cost": self.cost, "scaling": scaling, "bounded": (self.long,), "waits": (self.budget,)}
+        named["compiled"] = self.held
         sizes = [each for section, sizes in named.items() if section in self.sections for each in sizes]
         return max(sizes, default=0) + len(self.scale_seen or (0,)) * (self.steps + WARM_UP)
 
@@ -116,6 +132,8 @@ def jobs(model: PreTrainedModel, policies: Mapping[str, Policy], settings: Setti
     """
     scaled = _scaled(policies, settings)
     _check_positions(model, settings)
+    if "compiled" in settings.sections:
+        compiling.check_compiler(model.device)
     for budget in settings.budgets():  # found now, and not after minutes
         for policy in policies.values():
             EvictingCache(model, policy, budget=budget)
@@ -212,6 +230,15 @@ def _step_jobs(model: PreTrainedModel, policies: Mapping[str, Policy], settings:
 
         weight = (group + 1) * (settings.steps + WARM_UP) * 1.3 + len(policies) * seen / 30
         made.append(Job(f"decode, {seen} seen", weight, after))
+    for held in settings.held if "compiled" in settings.sections else ():
+
+        def compiled(progress: Progress | None, held: int = held) -> None:
+            report.timings += compiling.compiled_steps(
+                model, policies, held, steps=settings.steps, baselines=settings.baselines, progress=progress
+            )
+
+        weight = 2 * group * (settings.steps + WARM_UP) * (1 + held / 4000) + 800
+        made.append(Job(f"compiled, {held} held", weight, compiled))
     return made
 
 

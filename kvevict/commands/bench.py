@@ -32,10 +32,11 @@ def add(commands: Commands) -> None:
     add_device(bench)
     add("--quick", action="store_true", help="small sizes and few repetitions: under a minute, to see that all works")
     add("--policies", type=names, help=f'"all", or names separated by commas [{",".join(POLICIES)}; three of them]')
-    add("--sections", type=names, help="decode, after, prefill, memory, cost, scaling, bounded, waits, fit [all]")
+    sections = "decode, after, prefill, memory, cost, scaling, bounded, waits, fit, compiled [all but compiled]"
+    add("--sections", type=names, help=sections)
     add("--baselines", type=names, help="beside DynamicCache: eager, static, sliding, in-place [all]")
     add("--kvpress", metavar="PYTHON", help="also measure kvpress's decode presses with this interpreter, which has it")
-    add("--held", type=counts, help="decode: tokens in every cache, separated by commas [256,1024; 256]")
+    add("--held", type=counts, help="decode and compiled: tokens in every cache, separated by commas [256,1024; 256]")
     add("--seen", type=counts, help="decode after so many tokens, against the full cache [4096; 1024]")
     add("--prefill", type=counts, help="tokens of the prompts [1024; 256]")
     add("--budget", type=positive, help="tokens per KV head after a prompt and after --seen [512; 256]")
