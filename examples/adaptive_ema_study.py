@@ -4,7 +4,8 @@
 
 The note keeps a dictionary of importances and a heap of scores; ``DictionaryAndHeap`` is that idea, written down
 directly. kvevict's ``adaptive_ema`` keeps tensors. Both step over the same attention. Times are
-processor times of one thread in one process, the two in turn every few steps.
+processor times of one thread in one process, the contestants in turn every few steps, under ``torch.inference_mode``.
+With ``--compiled``, the same policy takes part a second time, compiled by ``torch.compile``: a C++ compiler is needed.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ def held_share(trace: Trace, positions: tuple[int, ...], budget: int) -> tuple[f
 class Tensors:
     """kvevict's policy at a full budget, all layers as rows of one tensor, evicting what most layers vote for."""
 
-    def __init__(self, budget: int, layers: int) -> None:
+    def __init__(self, budget: int, layers: int, compiled: bool = False) -> None:
         self.policy = AdaptiveEMA()
+        self.step = torch.compile(self.learn_and_pick) if compiled else self.learn_and_pick
         shape = (layers, 1, budget + 1)
         positions = torch.arange(budget + 1).expand(shape).clone()
         positions[..., -1] = -1
@@ -214,6 +216,11 @@ class Tensors:
             column.scatter_(2, self.free, self.columns[name].fill)
         self.policy.observe(self.held, Rows(attention, self.queries, decode=True))
 
+    def learn_and_pick(self, attention: torch.Tensor) -> None:
+        """A whole step."""
+        self.learn(attention)
+        self.pick()
+
     def pick(self) -> None:
         """Chooses the slot to free, the same in all layers."""
         positions = self.held.positions
@@ -228,30 +235,40 @@ class Tensors:
         self.held.positions.scatter_(2, self.free, -1)
 
 
-@torch.no_grad()
-def measure(budget: int, layers: int, steps: int) -> dict[str, list[float]]:
+@torch.inference_mode()
+def measure(budget: int, layers: int, steps: int, compiled: bool = False) -> dict[str, list[float]]:
     """Processor milliseconds of each step: learning one query and choosing who goes, and of the choice alone.
 
     Writing down which positions are held is not the policy's work, and is timed for neither.
     """
-    tensors = Tensors(budget, layers)
+    contestants = {"ours": Tensors(budget, layers)}
+    if compiled:
+        torch.compiler.reset()
+        contestants["compiled"] = Tensors(budget, layers, compiled=True)
+        for position in range(budget // 2):  # from one rebuild to the next, so that nothing is left to compile
+            contestants["compiled"].place(position)
+            contestants["compiled"].step(torch.full((layers, 1, HEADS, 1, budget + 1), 1 / (budget + 1)))
+            contestants["compiled"].remove()
     dictionaries = [DictionaryAndHeap(budget) for _ in range(layers)]
     held = [list(range(budget)) for _ in range(layers)]
     generator = torch.Generator().manual_seed(0)
-    taken: dict[str, list[float]] = {key: [] for key in ("ours", "ours, eviction", "theirs", "theirs, eviction")}
+    taken: dict[str, list[float]] = {}
     for start in range(budget, budget + steps, TURN):
         turn = range(start, min(start + TURN, budget + steps))
         attention = torch.rand(len(turn), layers, 1, HEADS, 1, budget + 1, generator=generator)
         attention /= attention.sum(-1, keepdim=True)
-        for position, row in zip(turn, attention, strict=True):
-            tensors.place(position)
-            begin = time.thread_time()
-            tensors.learn(row)
-            middle = time.thread_time()
-            tensors.pick()
-            end = time.thread_time()
-            _note(taken, "ours", begin, middle, end)
-            tensors.remove()
+        for name, tensors in contestants.items():
+            for position, row in zip(turn, attention, strict=True):
+                tensors.place(position)
+                begin = middle = time.thread_time()
+                if name == "ours":
+                    tensors.learn(row)
+                    middle = time.thread_time()
+                    tensors.pick()
+                else:
+                    tensors.step(row)
+                _note(taken, name, begin, middle, time.thread_time())
+                tensors.remove()
         for position, row in zip(turn, attention[:, :, 0, :, 0].numpy(), strict=True):
             for own in held:
                 own.append(position)
@@ -260,38 +277,38 @@ def measure(budget: int, layers: int, steps: int) -> dict[str, list[float]]:
                 policy.update(heads, own)
             middle = time.thread_time()
             going = [policy.evict(1)[0] for policy in dictionaries]
-            end = time.thread_time()
-            _note(taken, "theirs", begin, middle, end)
+            _note(taken, "theirs", begin, middle, time.thread_time())
             for own, position_gone in zip(held, going, strict=True):
                 own.remove(position_gone)
     return taken
 
 
 def _note(taken: dict[str, list[float]], key: str, begin: float, middle: float, end: float) -> None:
-    taken[key].append(1e3 * (end - begin))
-    taken[f"{key}, eviction"].append(1e3 * (end - middle))
+    taken.setdefault(key, []).append(1e3 * (end - begin))
+    taken.setdefault(f"{key}, eviction", []).append(1e3 * (end - middle))
 
 
-def timings(budgets: list[int], layers: list[int], steps: int) -> str:
+def timings(budgets: list[int], layers: list[int], steps: int, compiled: bool = False) -> str:
     """The table of times: average, 99th percentile and worst, and how many times faster ours is by medians."""
-    lines = [
-        "| budget | layers | step: ours avg / p99 / worst, ms | dictionary and heap | ours faster by | "
-        "eviction alone: ours | dictionary and heap | ours faster by |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["budget", "layers", "step: ours avg / p99 / worst, ms", "dictionary and heap", "ours faster by"]
+    heads += ["ours, compiled", "compiled faster by"] if compiled else []
+    heads += ["eviction alone: ours", "dictionary and heap", "ours faster by"]
+    lines = [f"| {' | '.join(heads)} |", "|---:" * len(heads) + "|"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the clock is that of one thread: it does not run while others have the processor
     for budget in budgets:
         for count in layers:
             fewer = max(20, steps // max(1, budget * count // 512))
-            taken = measure(budget, count, fewer + fewer // 10)
+            taken = measure(budget, count, fewer + fewer // 10, compiled)
             taken = {key: times[fewer // 10 :] for key, times in taken.items()}  # the first steps warm up
-            cells = [f"| {budget} | {count}"]
-            for kind in ("", ", eviction"):
-                ours, theirs = taken[f"ours{kind}"], taken[f"theirs{kind}"]
-                ratio = float(np.median(theirs) / np.median(ours))
-                cells += [_times(ours), _times(theirs), f"{ratio:.2f}x"]
-            lines.append(" | ".join(cells) + " |")
+            median = {key: float(np.median(times)) for key, times in taken.items()}
+            cells = [str(budget), str(count), _times(taken["ours"]), _times(taken["theirs"])]
+            cells.append(f"{median['theirs'] / median['ours']:.2f}x")
+            if compiled:
+                cells += [_times(taken["compiled"]), f"{median['theirs'] / median['compiled']:.2f}x"]
+            cells += [_times(taken["ours, eviction"]), _times(taken["theirs, eviction"])]
+            cells.append(f"{median['theirs, eviction'] / median['ours, eviction']:.2f}x")
+            lines.append(f"| {' | '.join(cells)} |")
     torch.set_num_threads(threads)
     return "\n".join(lines)
 
@@ -350,6 +367,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--steps", type=int, default=400, help="steps at a budget of 512 or less and one layer")
+    parser.add_argument("--compiled", action="store_true", help="time ours compiled by torch.compile, too")
     options = parser.parse_args()
     print(f"# Adaptive EMA: {LENGTH} tokens at budget {BUDGET}, {LENGTH - BUDGET} evictions\n\n{patterns()}\n")
     print(
@@ -358,7 +376,7 @@ def main() -> None:
     )
     print(f"## Heavy hitters held after the first eviction\n\n{heavy_retention()}\n")
     print(f"## Edge cases\n\n{edge_cases()}\n")
-    print(f"## Time, of the processor\n\n{timings(options.budgets, options.layers, options.steps)}\n")
+    print(f"## Time, of the processor\n\n{timings(options.budgets, options.layers, options.steps, options.compiled)}\n")
     averages, worsts = zip(*NOTE_MILLISECONDS.values(), strict=True)
     print(
         f"The note: {min(averages)} to {max(averages)} ms on average, {max(worsts)} ms at worst, at budget 64, one "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvevict import PolicyError
 from kvevict.lab.patterns import PATTERNS
@@ -41,6 +43,22 @@ def test_a_policy_that_names_what_it_does_not_hold_or_too_few_is_an_error(study)
         cheat.answer = answer
         with pytest.raises(PolicyError, match=r"Cheat named .* at step 8: expected 1 of the positions that it holds"):
             study["drive"](cheat, named_trace("mixed", length=20), 8)
+
+
+# it traces the function below, a pure one
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_the_compiled_policy_takes_part_when_asked(study, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    head, _, line = study["timings"]([16], [1], 20, compiled=True).splitlines()
+    assert head.count("compiled") == 2 and line.startswith("| 16 | 1 |") and line.count("x |") == 3
+    one, other = (study["Tensors"](16, 2, compiled=compiled) for compiled in (False, True))
+    for position in range(17, 40):
+        row = torch.rand(2, 1, 8, 1, 17, generator=torch.Generator().manual_seed(position)).softmax(-1)
+        for each in (one, other):
+            each.place(position)
+            each.step(row)
+            each.remove()
+        assert torch.equal(one.held.positions, other.held.positions)
 
 
 def test_the_study_prints_every_pattern_edge_case_and_size(monkeypatch, capsys):

@@ -71,7 +71,7 @@ class AdaptiveEMA(Policy):
 
     def observe(self, held: Held, rows: Rows) -> None:
         heads = rows.weights.flatten(1, 2)  # (B, heads, Q, L)
-        mean = heads.mean(1)  # (B, Q, L)
+        mean = heads.sum(1).div_(heads.shape[1])  # (B, Q, L); torch's own mean does the same in twice the time
         attention = torch.lerp(mean, heads.amax(1), 0.6)  # (B, Q, L), 0.6 * max + 0.4 * mean
         if rows.decode:
             self._observe_newest(held, mean, attention)
@@ -82,7 +82,7 @@ class AdaptiveEMA(Policy):
         seen = mean > visible.reciprocal().unsqueeze(-1)  # (B, Q, L)
 
         total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, Q), rows may sum below one
-        entropy = (total.log() - _negative_entropy(mean) / total) / visible.clamp_min(2).log()  # (B, Q)
+        entropy = (total.log() - _negative_entropy(mean).squeeze(-1) / total) / visible.clamp_min(2).log()  # (B, Q)
         beta = self.beta_low + (self.beta_high - self.beta_low) * entropy.clamp(0, 1)  # (B, Q)
 
         # A rebuild falls due when enough queries came since the last one. The block is split there, row by row,
@@ -104,15 +104,16 @@ class AdaptiveEMA(Policy):
         visible = mean.shape[-1]
         most = math.log(max(2, visible))  # the entropy of uniform attention
         total = mean.sum(-1, keepdim=True).clamp_min_(torch.finfo(mean.dtype).tiny)  # (B, 1, 1)
-        entropy = total.log().sub_(_negative_entropy(mean).unsqueeze(-1).div_(total)).clamp_(0, most)  # (B, 1, 1)
-        gain = torch.rsub(entropy, 1 - self.beta_low, alpha=(self.beta_high - self.beta_low) / most)  # 1 - beta
+        entropy = total.log().addcdiv_(_negative_entropy(mean), total, value=-1).clamp_(0, most)  # (B, 1, 1)
+        gain = entropy.mul_((self.beta_low - self.beta_high) / most).add_(1 - self.beta_low)  # 1 - beta
         held["importance"].lerp_(attention, gain)
         held["seen_at"].masked_fill_(mean > 1 / visible, held.seen - 1)
         if held.seen % _period(self.rebuild, held.budget) == 0:  # under one budget, all rebuilds are at its multiples
             self._rebuild(held, held.seen, None)
 
     def score(self, held: Held) -> Tensor:
-        return held["score"].narrow(1, 0, 1)  # (B, 1, L)
+        score = held["score"]
+        return score if score.shape[1] == 1 else score.narrow(1, 0, 1)  # (B, 1, L)
 
     def _last_due(self, held: Held, seen: Tensor) -> Tensor:
         """How many queries the row has at its newest rebuild, given that it now has ``seen``: both (B, 1)."""
@@ -151,8 +152,8 @@ class AdaptiveEMA(Policy):
 
 
 def _negative_entropy(shares: Tensor) -> Tensor:
-    """Sum of x * log(x), 0 for 0: (B, Q, L) -> (B, Q). On long rows several times as fast as ``torch.special.entr``."""
-    return shares.log().mul_(shares).nansum(-1)  # log(0) * 0 is NaN, and the only one there can be
+    """Sum of x * log(x), 0 for 0: (B, Q, L) -> (B, Q, 1). On long rows much faster than ``torch.special.entr``."""
+    return shares.log().mul_(shares).nansum(-1, keepdim=True)  # log(0) * 0 is NaN, and the only one there can be
 
 
 @functools.lru_cache(maxsize=64)
