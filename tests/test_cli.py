@@ -64,6 +64,8 @@ def test_another_text_than_wikitext_is_said_and_kept(arguments, tmp_path, capsys
         (["--budget", "1.5"], "budget=1.5"),
         (["--policies", "streaming_llm", "--budget", "2"], "raise budget"),
         (["--device", "nonsense"], "device 'nonsense'"),
+        (["--device", ""], "device ''"),
+        (["--model", ""], "model ''"),
     ],
 )
 def test_bad_options_are_one_line_before_anything_is_loaded(arguments, extra, message, capsys, monkeypatch):
@@ -227,6 +229,14 @@ def test_a_sweep_s_options_replace_what_its_file_says(folder, words, tmp_path):
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [(row["model"], row["text"], row["predicted"]) for row in rows] == [(str(folder), "words.txt", 59)] * 2
+
+
+@pytest.mark.parametrize("option", ["model", "device", "text"])
+def test_an_empty_option_of_a_sweep_does_not_stand_for_what_its_file_says(option, folder, words, tmp_path, capsys):
+    config = tmp_path / "plan.yaml"
+    config.write_text(f"models: [{folder}]\ntexts: [{{source: {words}, tokens: 50}}]\npolicies: [tova]\n")
+    assert main(["sweep", str(config), f"--{option}", "", "--output", str(tmp_path / "out")]) == 2
+    assert f"{option} ''" in capsys.readouterr().err
 
 
 def test_policies_are_listed_with_what_they_keep(capsys):

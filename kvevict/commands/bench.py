@@ -112,7 +112,7 @@ def model_of(options: argparse.Namespace) -> tuple[Any, str]:
     from kvevict.errors import OptionError
     from kvevict.models import check_device, check_installed, load_model
 
-    if options.device:
+    if options.device is not None:
         check_device(options.device)
     if options.device == "auto":
         raise OptionError("device='auto' spreads a model over devices that wait for one another: name one device")
@@ -124,7 +124,7 @@ def model_of(options: argparse.Namespace) -> tuple[Any, str]:
         other = "--model" if options.model is not None else "--kvpress"
         raise OptionError(f"--shape makes a model that is on no disk: leave out {other}")
     shape = parse_shape(options.shape)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device
     name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     if name == "auto":
         raise OptionError("dtype='auto' is a checkpoint's own, and --shape has none: give float32, bfloat16 or float16")
