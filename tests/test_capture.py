@@ -335,6 +335,21 @@ def test_capture_then_simulate_with_the_closed_loop(folder, words, tmp_path, cap
     assert {row["name"] for row in document["rows"] if row["perplexity"]} == {"h2o", "tova", "full"}
 
 
+@pytest.mark.parametrize("command", ["capture", "diagnose"])
+def test_a_folder_that_is_refused_is_refused_before_the_capture_is_announced(command, folder, words, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    named = {
+        "capture": [str(folder), str(words), "--output", str(tmp_path / "mine")],
+        "diagnose": ["--model", str(folder), "--text", str(words), "--budget", "9", "--trace", str(tmp_path / "mine"),
+                     "--policies", "tova", "--output", str(tmp_path / "out")],
+    }  # fmt: skip  # one command a line
+    assert main([command, *named[command], "--tokens", "40"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "is not a captured trace" in said
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
 def test_the_closed_loop_of_an_unnamed_model_is_refused(tmp_path, ids, capsys):
     capture(tiny(), ids, tmp_path / "new", block=BLOCK)
     arguments = ["simulate", str(tmp_path / "new"), "--budgets", "9", "--policies", "tova", "--closed-loop"]
