@@ -182,6 +182,7 @@ def test_a_damaged_block_is_named_and_can_be_made_anew(copy, captured, ids, dama
         ("not json", "is not the header of a captured trace"),
         ("{}", "is not the header of a captured trace"),
         ('{"format": "other"}', "is not the header of a captured trace"),
+        ("[]", "is not the header of a captured trace"),
         (None, "has no capture.json"),
     ],
 )
@@ -192,8 +193,22 @@ def test_a_foreign_folder_is_refused(tmp_path, content, said):
         captured_trace(tmp_path)
 
 
+def test_a_header_that_is_no_text_is_not_printed(tmp_path):
+    (tmp_path / "capture.json").write_bytes(b"\xff" * 10_000)
+    with pytest.raises(TraceError, match="is not the header of a captured trace") as caught:
+        captured_trace(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize(
-    ("change", "said"), [({"version": 2}, "has format 2"), ({"tokens": 41}, "damaged"), ({"layers": 0}, "damaged")]
+    ("change", "said"),
+    [
+        ({"version": 2}, "has format 2"),
+        ({"tokens": 41}, "damaged"),
+        ({"layers": 0}, "damaged"),
+        ({"layers": float("inf")}, "is not the header"),
+        ({"about": 3}, "is not the header"),
+    ],
 )
 def test_headers_of_other_formats_are_refused(copy, change, said):
     header = copy / "capture.json"
