@@ -85,7 +85,9 @@ def test_paths_that_cannot_be_used_are_one_line(arguments, option, value, capsys
     assert Path(value).name in said
 
 
-@pytest.mark.parametrize("extra", [["--budget", "many"], ["--tokens", "0"], ["--chunk", "-1"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "extra", [["--budget", "many"], ["--tokens", "0"], ["--tokens", "1"], ["--chunk", "-1"], ["--nonsense"]]
+)
 def test_malformed_arguments_are_refused_with_the_usage(arguments, extra, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*arguments, *extra])
@@ -143,6 +145,14 @@ def test_commands_print_a_table_and_write_rows(command, asked, tmp_path, capsys)
     assert "100%" in progress
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"results.jsonl", "results.md", "timings.jsonl", "parts"}
+
+
+@pytest.mark.parametrize("given", ["sinks=2,sinks=4", "sinks=2, sinks =4", "sinks", "sinks="])
+def test_a_protection_is_said_once_with_its_number(given, asked, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*asked["perplexity"], "--protect", given])
+    assert stop.value.code == 2
+    assert f"invalid list of options, each once, value: {given!r}" in capsys.readouterr().err
 
 
 def test_protocols_and_protection_reach_the_rows(asked, tmp_path):

@@ -261,6 +261,7 @@ def test_results_of_texts_with_unusual_names_are_read_again(tmp_path):
         (["diagnose", "--policies", ""], "no policy to diagnose: name at least one"),
         (["simulate", "mixed", "--policies", ""], "no policy to simulate: name at least one"),
         (["compare", "--policies", ""], "no policy to compare: name at least one"),
+        (["bench", "--quick", "--policies", "", "--model", "none"], "no policy to measure: name at least one"),
     ],
 )
 def test_an_empty_list_is_a_mistake_where_it_leaves_nothing(options, said, capsys):

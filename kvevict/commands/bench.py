@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvevict.commands.options import Commands, add_device, counts, names, need, positive, say
 from kvevict.commands.progress import bar
+from kvevict.errors import OptionError
 
 if TYPE_CHECKING:
     from kvevict.bench import Report, Settings
@@ -62,7 +63,9 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.results import check_folder, environment, save_files
 
     # whatever can be wrong with the command is found before anything slow
-    wanted = options.policies or (QUICK_POLICIES if options.quick else POLICIES)
+    wanted = (QUICK_POLICIES if options.quick else POLICIES) if options.policies is None else options.policies
+    if not wanted:
+        raise OptionError("no policy to measure: name at least one, or leave --policies out")
     policies = {name: make_policy(name) for name in (KNOWN if wanted == ["all"] else wanted)}
     settings = settings_of(options, list(policies))
     check_folder(options.output)
@@ -109,7 +112,6 @@ def model_of(options: argparse.Namespace) -> tuple[Any, str]:
     import torch
 
     from kvevict.bench import parse_shape, random_model
-    from kvevict.errors import OptionError
     from kvevict.models import check_device, check_installed, load_model
 
     if options.device is not None:
