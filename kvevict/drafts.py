@@ -102,8 +102,10 @@ def evicts_within(layer: EvictingLayer, first: int, seen: int, blocks: list[tupl
     """Whether some block finds that an earlier one, after ``first`` slots and ``seen`` tokens, had to evict."""
     if len(blocks) < 2:
         return False
-    before = blocks[-1][0]
-    return layer.uneven or first + before > layer.spec.tokens(layer.index, seen + before, layer.prompt)
+    # each is looked at: a layer's share of a growing budget may grow by two tokens at once, after it was outgrown
+    return layer.uneven or any(
+        first + before > layer.spec.tokens(layer.index, seen + before, layer.prompt) for before, _ in blocks[1:]
+    )
 
 
 def reason_against(spec: Spec, free: bool, base: str) -> str | None:

@@ -105,8 +105,10 @@ def _surplus(layer: EvictingLayer) -> int:
     if layer.slots <= bound:
         return 0
     live = layer.slots - layer.dead
-    if layer.uneven or layer.spec.one_by_one:
+    if layer.uneven:
         return layer.slots - bound
+    if layer.spec.one_by_one:
+        return max(layer.slots - bound, layer.dead)  # a bound that has grown since may have room for empty slots
     if live <= bound:
         return max(layer.slots - bound, layer.dead)
     policy = layer.spec.policy

@@ -58,6 +58,11 @@ def figures_of(results: Path) -> Iterator[tuple[str, Figure]]:
                 yield f"{number + 1}-{name}", figure
     except KeyError as error:
         raise OutputError(f"a row of {RESULTS} in {str(results)!r} is damaged: it has no {error}") from error
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of files edited or cut off
+        raise OutputError(
+            f"the results in {str(results)!r} are damaged and cannot be drawn ({type(error).__name__}: {error}): run "
+            "the command that wrote them again"
+        ) from error
 
 
 def _figures(folder: Path, rows: list[Row]) -> Iterator[tuple[str, Figure]]:

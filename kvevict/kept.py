@@ -73,21 +73,20 @@ def read_kept(folder: Path) -> dict[tuple[str, int], Tensor]:
 
     try:
         with numpy.load(folder / KEPT, allow_pickle=False) as arrays:
-            found = {name: torch.from_numpy(arrays[name]).int() for name in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            cells = {name: name.rpartition("@") for name in arrays.files}
+            return {(cell[0], int(cell[2])): torch.from_numpy(arrays[name]).int() for name, cell in cells.items()}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise OutputError(f"{str(folder / KEPT)!r} cannot be read ({error}): run kvevict diagnose again") from error
-    cells = {name: name.rpartition("@") for name in found}
-    return {(cell[0], int(cell[2])): found[name] for name, cell in cells.items()}
 
 
 def read_tokens(folder: Path) -> list[str]:
     """The text, token by token; may be empty. Raises OutputError."""
-    tokens: list[str] = json.loads(_read(folder / TOKENS))
-    return tokens
-
-
-def _read(path: Path) -> str:
+    path = folder / TOKENS
     try:
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise OutputError(f"{str(path)!r} cannot be read ({error.strerror}): run kvevict diagnose again") from error
+        tokens = json.loads(path.read_text("utf-8"))
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            raise ValueError("expected a list of strings")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"{str(path)!r} cannot be read ({why}): run kvevict diagnose again") from error
+    return tokens

@@ -88,9 +88,10 @@ def load_model(
 
     The packaged models are unpacked once to float32 in ``cache_folder()``. Raises ModelError.
     """
-    name = name or DEFAULT_MODEL
+    name = _named(name)
     packaged = PACKAGED.get(name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     check_device(device)
     dtype = dtype or ("float32" if packaged else "auto")
     if dtype not in DTYPES:
@@ -126,10 +127,11 @@ def check_device(device: str) -> None:
 
 
 def check_installed(name: str | None = None) -> None:
-    """Raises ModelError, with the command to run, if a packaged model's weights or the reader for them are missing."""
-    packaged = PACKAGED.get(name or DEFAULT_MODEL)
+    """Raises ModelError for no name, and, with the command to run, if a packaged model or its reader is missing."""
+    name = _named(name)
+    packaged = PACKAGED.get(name)
     if packaged is not None:
-        _part_files(name or DEFAULT_MODEL, packaged)
+        _part_files(name, packaged)
 
 
 def revision(name: str | None, model: PreTrainedModel) -> str:
@@ -137,10 +139,11 @@ def revision(name: str | None, model: PreTrainedModel) -> str:
 
     The Hub's commit, the version of the package, or for a folder "sha256:" and the hash of its weights and config.
     """
-    packaged = PACKAGED.get(name or DEFAULT_MODEL)
+    name = _named(name)
+    packaged = PACKAGED.get(name)
     if packaged is not None:
         return f"{packaged.distribution} {_installed(packaged)}"
-    folder = Path(name or DEFAULT_MODEL).expanduser()
+    folder = Path(name).expanduser()
     if not folder.is_dir():
         return str(getattr(model.config, "_commit_hash", None) or "unknown")
     digest = hashlib.sha256()
@@ -175,25 +178,51 @@ def hub_answers(timeout: float = 3.0) -> bool:
         return False
 
 
+def _named(name: str | None) -> str:
+    """The model's name; None is the default. Raises ModelError for an empty one, such as a variable that is not set."""
+    if name == "":
+        known = ", ".join(repr(each) for each in PACKAGED)
+        raise ModelError(f"model '': give {known}, a local folder, or a Hugging Face Hub id, or leave it out")
+    return DEFAULT_MODEL if name is None else name
+
+
 def _from_path_or_hub(name: str, placed: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = Path(name).expanduser()
     local = path.exists()
     if not local and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name):
         raise ModelError(f"model {name!r}: there is no such folder")
+    if local:
+        _check_saved(name, path)
     offline = not local and not hub_answers()
     source = str(path) if local else name
+    part = ": its tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline)
+        part = ""
         model = AutoModelForCausalLM.from_pretrained(source, local_files_only=offline, **placed)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # damaged files raise errors of several libraries, and of Python's own
         if offline:
             known = ", ".join(repr(each) for each in PACKAGED)
             raise ModelError(
                 f"model {name!r} is not a local folder, not in the local Hugging Face cache, and the Hub cannot be "
                 f"reached. Models that need no Hub: {known}"
             ) from error
-        raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model {name!r}{part} cannot be loaded: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def _check_saved(name: str, path: Path) -> None:
+    """Raises ModelError for a file, and for a folder where nobody saved a model."""
+    if not path.is_dir():
+        raise ModelError(
+            f"model {name!r} cannot be loaded: it is a file. Give the folder that holds the model's config.json, "
+            "weights and tokenizer"
+        )
+    if not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+        raise ModelError(
+            f"model {name!r} cannot be loaded: the folder has no config.json. Give one that save_pretrained() wrote, "
+            "with weights and tokenizer"
+        )
 
 
 def _from_packages(
@@ -216,7 +245,7 @@ def _from_packages(
     try:
         model = AutoModelForCausalLM.from_pretrained(str(copy), **placed)
         return model, AutoTokenizer.from_pretrained(str(copy))
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # as above
         raise ModelError(f"the copy in {copy} is damaged ({_first_line(error)}): delete that folder") from error
 
 
@@ -290,4 +319,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what an error says; all of them as one where the first only announces the others."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]

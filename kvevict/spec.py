@@ -62,7 +62,7 @@ class Spec:
     @property
     def one_by_one(self) -> bool:
         """Whether no more tokens go than must."""
-        return self.policy.one_by_one
+        return self.policy.one_by_one or not self.policy.evicts
 
     @functools.cached_property
     def by_age(self) -> bool:

@@ -86,6 +86,13 @@ def test_protection_of_a_padded_row_is_the_rows_own(name, implementation, option
 
 
 @every_policy
+@pytest.mark.parametrize("budget", [BUDGET, 0.5])
+def test_rows_whose_tokens_go_several_at_once_are_the_rows_alone(name, budget):
+    """Such rows are cut each for itself; with `full` none is."""
+    _assert_rows_are_alone(small(name, evict_every=3), budget, "sdpa")
+
+
+@every_policy
 def test_a_row_of_one_token_shares_a_batch_with_long_rows(name):
     _assert_rows_are_alone(small(name), BUDGET, "sdpa", lengths=(1, 20, 9), sizes=(20, 1, 1, 4, 1, 1))
 

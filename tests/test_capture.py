@@ -182,6 +182,7 @@ def test_a_damaged_block_is_named_and_can_be_made_anew(copy, captured, ids, dama
         ("not json", "is not the header of a captured trace"),
         ("{}", "is not the header of a captured trace"),
         ('{"format": "other"}', "is not the header of a captured trace"),
+        ("[]", "is not the header of a captured trace"),
         (None, "has no capture.json"),
     ],
 )
@@ -192,8 +193,22 @@ def test_a_foreign_folder_is_refused(tmp_path, content, said):
         captured_trace(tmp_path)
 
 
+def test_a_header_that_is_no_text_is_not_printed(tmp_path):
+    (tmp_path / "capture.json").write_bytes(b"\xff" * 10_000)
+    with pytest.raises(TraceError, match="is not the header of a captured trace") as caught:
+        captured_trace(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize(
-    ("change", "said"), [({"version": 2}, "has format 2"), ({"tokens": 41}, "damaged"), ({"layers": 0}, "damaged")]
+    ("change", "said"),
+    [
+        ({"version": 2}, "has format 2"),
+        ({"tokens": 41}, "damaged"),
+        ({"layers": 0}, "damaged"),
+        ({"layers": float("inf")}, "is not the header"),
+        ({"about": 3}, "is not the header"),
+    ],
 )
 def test_headers_of_other_formats_are_refused(copy, change, said):
     header = copy / "capture.json"
@@ -333,6 +348,21 @@ def test_capture_then_simulate_with_the_closed_loop(folder, words, tmp_path, cap
     assert document["settings"]["text"] == "words.txt"
     assert "Rank correlation (Spearman)" in printed
     assert {row["name"] for row in document["rows"] if row["perplexity"]} == {"h2o", "tova", "full"}
+
+
+@pytest.mark.parametrize("command", ["capture", "diagnose"])
+def test_a_folder_that_is_refused_is_refused_before_the_capture_is_announced(command, folder, words, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    named = {
+        "capture": [str(folder), str(words), "--output", str(tmp_path / "mine")],
+        "diagnose": ["--model", str(folder), "--text", str(words), "--budget", "9", "--trace", str(tmp_path / "mine"),
+                     "--policies", "tova", "--output", str(tmp_path / "out")],
+    }  # fmt: skip  # one command a line
+    assert main([command, *named[command], "--tokens", "40"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "is not a captured trace" in said
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 def test_the_closed_loop_of_an_unnamed_model_is_refused(tmp_path, ids, capsys):

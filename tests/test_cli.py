@@ -64,6 +64,8 @@ def test_another_text_than_wikitext_is_said_and_kept(arguments, tmp_path, capsys
         (["--budget", "1.5"], "budget=1.5"),
         (["--policies", "streaming_llm", "--budget", "2"], "raise budget"),
         (["--device", "nonsense"], "device 'nonsense'"),
+        (["--device", ""], "device ''"),
+        (["--model", ""], "model ''"),
     ],
 )
 def test_bad_options_are_one_line_before_anything_is_loaded(arguments, extra, message, capsys, monkeypatch):
@@ -83,7 +85,9 @@ def test_paths_that_cannot_be_used_are_one_line(arguments, option, value, capsys
     assert Path(value).name in said
 
 
-@pytest.mark.parametrize("extra", [["--budget", "many"], ["--tokens", "0"], ["--chunk", "-1"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "extra", [["--budget", "many"], ["--tokens", "0"], ["--tokens", "1"], ["--chunk", "-1"], ["--nonsense"]]
+)
 def test_malformed_arguments_are_refused_with_the_usage(arguments, extra, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*arguments, *extra])
@@ -141,6 +145,14 @@ def test_commands_print_a_table_and_write_rows(command, asked, tmp_path, capsys)
     assert "100%" in progress
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"results.jsonl", "results.md", "timings.jsonl", "parts"}
+
+
+@pytest.mark.parametrize("given", ["sinks=2,sinks=4", "sinks=2, sinks =4", "sinks", "sinks="])
+def test_a_protection_is_said_once_with_its_number(given, asked, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*asked["perplexity"], "--protect", given])
+    assert stop.value.code == 2
+    assert f"invalid list of options, each once, value: {given!r}" in capsys.readouterr().err
 
 
 def test_protocols_and_protection_reach_the_rows(asked, tmp_path):
@@ -227,6 +239,14 @@ def test_a_sweep_s_options_replace_what_its_file_says(folder, words, tmp_path):
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [(row["model"], row["text"], row["predicted"]) for row in rows] == [(str(folder), "words.txt", 59)] * 2
+
+
+@pytest.mark.parametrize("option", ["model", "device", "text"])
+def test_an_empty_option_of_a_sweep_does_not_stand_for_what_its_file_says(option, folder, words, tmp_path, capsys):
+    config = tmp_path / "plan.yaml"
+    config.write_text(f"models: [{folder}]\ntexts: [{{source: {words}, tokens: 50}}]\npolicies: [tova]\n")
+    assert main(["sweep", str(config), f"--{option}", "", "--output", str(tmp_path / "out")]) == 2
+    assert f"{option} ''" in capsys.readouterr().err
 
 
 def test_policies_are_listed_with_what_they_keep(capsys):

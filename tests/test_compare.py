@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from kvevict import text as text_module
 from kvevict.compare import FULL_CACHE, Comparison, choose, compare, human_bytes
 from kvevict.evaluation import EvaluationError, cache_bytes, perplexity
 from kvevict.host import cache_argument
-from kvevict.models import ModelError, cache_folder, load_model
+from kvevict.models import ModelError, cache_folder, check_installed, load_model
 from kvevict.policies import H2O, POLICIES
 from kvevict.text import TextError, load_text
 
@@ -315,6 +316,35 @@ def test_models_that_are_nowhere_are_errors(tmp_path):
         load_model("nobody/nothing")
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda saved: (saved / "config.json").unlink(), "the folder has no config.json"),
+        (lambda saved: (saved / "config.json").write_text("[]"), "cannot be loaded: "),
+        (lambda saved: (saved / "tokenizer.json").unlink(), "its tokenizer cannot be loaded: "),
+        (lambda saved: (saved / "tokenizer_config.json").write_text("[]"), "its tokenizer cannot be loaded: "),
+        (lambda saved: (saved / "model.safetensors").write_bytes(b"cut"), "cannot be loaded: "),
+        (lambda saved: (saved / "model.safetensors").unlink(), "cannot be loaded: .*model.safetensors"),
+    ],
+    ids=["no config", "config", "no tokenizer", "tokenizer", "weights", "no weights"],
+)
+def test_a_damaged_model_is_one_line_that_says_what_cannot_be_loaded(damage, said, folder, tmp_path):
+    saved = Path(shutil.copytree(folder, tmp_path / "saved"))
+    damage(saved)
+    with pytest.raises(ModelError, match=said) as caught:
+        load_model(str(saved))
+    message = str(caught.value)
+    assert str(saved) in message and "\n" not in message and not message.rstrip().endswith(":")
+
+
+def test_a_file_and_no_name_are_no_models(folder):
+    with pytest.raises(ModelError, match=r"it is a file\. Give the folder"):
+        load_model(str(folder / "config.json"))
+    for refuse in (load_model, check_installed):
+        with pytest.raises(ModelError, match="model '': give 'smollm2'"):
+            refuse("")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from helpers import HEADS, KV_HEADS, LAYERS, forward, save_reader, small, text, tiny
@@ -18,7 +19,7 @@ from kvevict import EvictingCache, OptionError
 from kvevict.bootstrap import paired_bootstrap
 from kvevict.cli import main
 from kvevict.errors import OutputError
-from kvevict.kept import held_after, held_by_heads, read_kept, survival
+from kvevict.kept import held_after, held_by_heads, read_kept, read_tokens, survival
 from kvevict.lab import decode_trace
 from kvevict.lab.capture import capture, evicting_layers
 from kvevict.lab.captured import captured_trace
@@ -401,6 +402,20 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "kept.npz").write_bytes(b"PK damaged")
     with pytest.raises(OutputError, match="run kvevict diagnose again"):
         read_kept(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "array"), [("tova", [[[0]]]), ("tova@many", [[[0]]]), ("tova@16", [[["a"]]])])
+def test_arrays_of_something_else_are_not_what_was_kept(name, array, tmp_path):
+    numpy.savez(tmp_path / "kept.npz", **{name: numpy.array(array)})
+    with pytest.raises(OutputError, match=r"kept\.npz' cannot be read .* run kvevict diagnose again"):
+        read_kept(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['["a', "3", "[1, 2]"])
+def test_a_text_that_is_no_list_of_tokens_is_named(content, tmp_path):
+    (tmp_path / "tokens.json").write_text(content)
+    with pytest.raises(OutputError, match=r"tokens\.json' cannot be read .* run kvevict diagnose again"):
+        read_tokens(tmp_path)
 
 
 def test_a_foreign_folder_for_the_attention_is_refused(reader, words, tmp_path, capsys):

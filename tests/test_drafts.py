@@ -138,6 +138,36 @@ def test_a_padded_prompt_may_be_looked_up_too(policy):
     _assert_same(drafted, plain)
 
 
+@pytest.mark.parametrize(
+    "ids", [text(length=9, seed=6171), text(length=3, seed=6171).repeat(1, 3)], ids=["nine", "thrice"]
+)
+def test_slots_that_a_draft_emptied_are_not_kept_where_a_layers_budget_grows_by_leaps(ids):
+    """The first layers of a pyramid get two more tokens at once of a share that grows by one."""
+    model, assistant = tiny(), tiny()
+    plain, drafted = (EvictingCache(model, small("pyramidkv"), budget=0.6) for _ in range(2))
+    expected = generate(model, ids, plain, new=21)
+    got = generate(model, ids, drafted, new=21, assistant_model=assistant)
+    for one, other in zip(got.logits, expected.logits, strict=True):
+        assert (one - other).abs().max() < NOISE
+    _assert_same(drafted, plain)
+
+
+@pytest.mark.parametrize("tokens", [5, 7])
+@pytest.mark.parametrize("prompt", [5, 6])
+def test_a_draft_that_outgrew_a_layers_budget_before_it_grew_is_stepped_through(prompt, tokens):
+    """What an early token of the draft made the layer evict, later ones may not see, whatever room there is then."""
+    model, ids = tiny(), text(length=prompt + 1 + tokens)
+    drafted, single = (EvictingCache(model, small("pyramidkv"), budget=0.6) for _ in range(2))
+    for cache in (drafted, single):
+        loop(model, cache, blocks_of(ids[:, : prompt + 1], [prompt, 1]))
+    drafted.activate_past_recording()
+    logits = forward(model, drafted, ids[:, prompt + 1 :])
+    drafted.crop(0)
+    for step, token in enumerate(ids[:, prompt + 1 :].split(1, 1)):
+        assert (logits[:, step] - forward(model, single, token)[:, 0]).abs().max() < NOISE
+    _assert_same(drafted, single)
+
+
 @pytest.mark.parametrize("pads", [1, 5])
 @pytest.mark.parametrize("policy", [small("tova", protect_prompt=0.5), SnapKV(window=3, kernel=3, scores="prompt")],
                          ids=lambda policy: policy.name)  # fmt: skip  # one list

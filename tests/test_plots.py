@@ -229,6 +229,25 @@ def test_damaged_results_are_one_line(folders, tmp_path, capsys, name, content, 
     assert said in line
 
 
+@pytest.mark.parametrize("change", [{"budget": "many"}, {"perplexity": "high"}, {"protocol": None}, {"options": None}])
+def test_rows_that_cannot_be_drawn_are_one_line(folders, tmp_path, capsys, change):
+    folder = tmp_path / "copy"
+    shutil.copytree(folders["perplexity"], folder)
+    rows = "".join(json_line({**row, **change}) for row in read_rows(folder))
+    (folder / "results.jsonl").write_text(rows)
+    assert main(["plot", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "are damaged and cannot be drawn" in line and "run the command that wrote them again" in line
+
+
+def test_results_of_the_full_cache_alone_have_nothing_to_draw_and_it_is_said(folders, tmp_path, capsys):
+    rows = [row for row in read_rows(folders["perplexity"]) if row["budget"] is None]
+    (tmp_path / "results.jsonl").write_text("".join(map(json_line, rows)))
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "has nothing to draw" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
 def test_results_of_texts_with_unusual_names_are_read_again(tmp_path):
     row = {"text": "a\u2028b\x85c\x1cd"}  # what str.splitlines() takes for ends of lines
     (tmp_path / "results.jsonl").write_text(json_line(row) * 2, "utf-8")
@@ -242,6 +261,7 @@ def test_results_of_texts_with_unusual_names_are_read_again(tmp_path):
         (["diagnose", "--policies", ""], "no policy to diagnose: name at least one"),
         (["simulate", "mixed", "--policies", ""], "no policy to simulate: name at least one"),
         (["compare", "--policies", ""], "no policy to compare: name at least one"),
+        (["bench", "--quick", "--policies", "", "--model", "none"], "no policy to measure: name at least one"),
     ],
 )
 def test_an_empty_list_is_a_mistake_where_it_leaves_nothing(options, said, capsys):

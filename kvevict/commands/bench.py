@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvevict.commands.options import Commands, add_device, counts, names, need, positive, say
 from kvevict.commands.progress import bar
+from kvevict.errors import OptionError
 
 if TYPE_CHECKING:
     from kvevict.bench import Report, Settings
@@ -63,7 +64,9 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.results import check_folder, environment, save_files
 
     # whatever can be wrong with the command is found before anything slow
-    wanted = options.policies or (QUICK_POLICIES if options.quick else POLICIES)
+    wanted = (QUICK_POLICIES if options.quick else POLICIES) if options.policies is None else options.policies
+    if not wanted:
+        raise OptionError("no policy to measure: name at least one, or leave --policies out")
     policies = {name: make_policy(name) for name in (KNOWN if wanted == ["all"] else wanted)}
     settings = settings_of(options, list(policies))
     check_folder(options.output)
@@ -110,10 +113,9 @@ def model_of(options: argparse.Namespace) -> tuple[Any, str]:
     import torch
 
     from kvevict.bench import parse_shape, random_model
-    from kvevict.errors import OptionError
     from kvevict.models import check_device, check_installed, load_model
 
-    if options.device:
+    if options.device is not None:
         check_device(options.device)
     if options.device == "auto":
         raise OptionError("device='auto' spreads a model over devices that wait for one another: name one device")
@@ -125,7 +127,7 @@ def model_of(options: argparse.Namespace) -> tuple[Any, str]:
         other = "--model" if options.model is not None else "--kvpress"
         raise OptionError(f"--shape makes a model that is on no disk: leave out {other}")
     shape = parse_shape(options.shape)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device
     name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     if name == "auto":
         raise OptionError("dtype='auto' is a checkpoint's own, and --shape has none: give float32, bfloat16 or float16")

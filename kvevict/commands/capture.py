@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from kvevict.commands.options import Commands, add_device, add_tokens, parser_of, positive, say
 from kvevict.commands.progress import progress_bar
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from kvevict.cache import human_bytes
-    from kvevict.lab.capture import capture, plan
+    from kvevict.lab.capture import capture, prepare
     from kvevict.models import revision
 
     source = None if options.text == "default" else options.text
@@ -48,21 +49,20 @@ def run(options: argparse.Namespace) -> None:
     if len(ids) < options.tokens:
         say(f"{text.name} has only {len(ids)} tokens")
     folder = options.output or Path("kvevict-captures") / _slug(f"{options.model}-{text.name}-{len(ids)}")
-    shape = plan(loaded.model, ids, options.block)
-    say(
-        f"{loaded.description}; {text.name}, {len(ids)} tokens; {shape.layers} layers of {shape.heads * shape.group} "
-        f"heads: {human_bytes(shape.nbytes)} before compression, in {shape.blocks} files in {folder}"
-    )
     about = {
         "model": loaded.description,
         "revision": revision(options.model, loaded.model),
         "text": text.name,
         "text_sha256": text.sha256,
     }
+    known: dict[str, Any] = {"source": options.model, "block": options.block, "about": about}
+    shape = prepare(loaded.model, ids, folder, **known)
+    say(
+        f"{loaded.description}; {text.name}, {len(ids)} tokens; {shape.layers} layers of {shape.heads * shape.group} "
+        f"heads: {human_bytes(shape.nbytes)} before compression, in {shape.blocks} files in {folder}"
+    )
     with progress_bar(len(ids), "tokens") as progress:
-        done = capture(
-            loaded.model, ids, folder, source=options.model, block=options.block, about=about, progress=progress
-        )
+        done = capture(loaded.model, ids, folder, **known, progress=progress)
     if done.resumed:
         print(f"{done.resumed} tokens were there already.")
     print(

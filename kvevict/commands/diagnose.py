@@ -135,13 +135,13 @@ def record(loaded: Loaded, name: str, ids: list[int], folder: Path, about: dict[
     import torch
 
     from kvevict.cache import human_bytes
-    from kvevict.lab.capture import capture, plan
+    from kvevict.lab.capture import capture, prepare
 
-    shape = plan(loaded.model, torch.tensor(ids))
+    known: dict[str, Any] = {"source": name, "about": {**about, "model": loaded.description}}  # as kvevict capture says
+    shape = prepare(loaded.model, torch.tensor(ids), folder, **known)
     say(
         f"{loaded.description}; {about['text']}, {len(ids)} tokens; {shape.layers} layers of "
         f"{shape.heads * shape.group} heads: {human_bytes(shape.nbytes)} before compression in {folder}"
     )
-    about = {**about, "model": loaded.description}  # as kvevict capture says it
     with progress_bar(len(ids), "tokens") as progress:
-        capture(loaded.model, torch.tensor(ids), folder, source=name, about=about, progress=progress)
+        capture(loaded.model, torch.tensor(ids), folder, **known, progress=progress)

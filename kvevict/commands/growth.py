@@ -13,6 +13,7 @@ from kvevict.commands.options import (
     parser_of,
     positive,
     say,
+    several,
     shared_of,
 )
 from kvevict.commands.progress import progress_bar
@@ -34,7 +35,7 @@ def add(commands: Commands) -> None:
     growth.set_defaults(run=run)
     add_model(growth)
     add_text(growth)
-    growth.add_argument("--prompt", type=positive, default=32, help="tokens of the text to begin with")
+    growth.add_argument("--prompt", type=several, default=32, help="tokens of the text to begin with")
     growth.add_argument("--new", type=positive, default=512, help="tokens to generate")
     add_caches(growth, POLICIES)
     add_output(growth, "kvevict-results/growth")

@@ -49,7 +49,7 @@ def add_text(parser: argparse.ArgumentParser) -> None:
 
 def add_tokens(parser: argparse.ArgumentParser, default: int) -> None:
     """--tokens, of one text."""
-    parser.add_argument("--tokens", type=positive, default=default, help="how many tokens of the text to read")
+    parser.add_argument("--tokens", type=several, default=default, help="how many tokens of the text to read")
 
 
 def add_documents(parser: argparse.ArgumentParser, tokens: int | None) -> None:
@@ -169,6 +169,14 @@ def positive(given: str) -> int:
     return number
 
 
+def several(given: str) -> int:
+    """A number of tokens of which some can be predicted, at least 2."""
+    number = int(given)
+    if number < 2:
+        raise ValueError
+    return number
+
+
 def count(given: str) -> int:
     """A number, 0 or more."""
     number = int(given)
@@ -193,13 +201,19 @@ def counts(given: str) -> list[int]:
 
 
 def protection(given: str) -> dict[str, Any]:
-    """Options of every policy: "sinks=4,recent=32"."""
-    pairs = dict(each.split("=", 1) for each in names(given))
-    return {name.strip(): value if value == "whole" else budget(value) for name, value in pairs.items()}
+    """Options of every policy, each once: "sinks=4,recent=32"."""
+    found: dict[str, Any] = {}
+    for each in names(given):
+        name, value = (part.strip() for part in each.split("=", 1))
+        if name in found:
+            raise ValueError
+        found[name] = value if value == "whole" else budget(value)
+    return found
 
 
 # what argparse says: "invalid number of tokens value: 'x'"
 positive.__name__ = "number of tokens"
+several.__name__ = "number of 2 or more tokens"
 counts.__name__ = "list of numbers of tokens"
 numbers.__name__ = "list of numbers"
-protection.__name__ = "list of options"
+protection.__name__ = "list of options, each once,"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from kvevict.commands.options import Commands, names, need, parser_of
-from kvevict.errors import OptionError
+from kvevict.errors import OptionError, OutputError
 
 FORMATS = ("png", "svg")
 
@@ -41,6 +41,12 @@ def run(options: argparse.Namespace) -> None:
             raise OptionError(f"format {kind!r}: there are {' and '.join(FORMATS)}")
     results: Path = options.results
     folder = options.output or (results.parent if results.is_file() else results) / "figures"
+    drawn = 0
     for name, figure in figures_of(results):
         for path in save_files(folder, {f"{name}.{kind}": picture(figure, kind) for kind in options.format}):
             print(path)
+            drawn += 1
+    if not drawn:
+        raise OutputError(
+            f"{str(results)!r} has nothing to draw: these pictures compare policies, and it holds the full cache alone"
+        )

@@ -22,7 +22,7 @@ def read_text(options: argparse.Namespace, source: str | None, tokens: int) -> t
     from kvevict.text import load_text
 
     check_installed(options.model)
-    if options.device:
+    if options.device is not None:
         check_device(options.device)
     text = load_text(source)
     if text.notice:

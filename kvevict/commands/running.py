@@ -26,7 +26,7 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
     check_folder(folder)
     for model in plan.models:
         check_installed(model)
-    if plan.device:
+    if plan.device is not None:
         check_device(plan.device)
     if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_USE_CPU" in os.environ:
         say("accelerate started one process: for several on CPUs it needs --multi_gpu, and device cpu")

@@ -86,11 +86,11 @@ def run(options: argparse.Namespace) -> None:
     at = (options.layer or 0, options.head or 0)
     check_log(at, trace)
     closed = from_inside(options, trace, chosen) if options.closed_loop else None
+    if options.html is not None:
+        check_page(options.html)
     check_folder(options.output)
     if "notice" in trace.about:
         say(trace.about["notice"])
-    if options.html is not None:
-        check_folder(options.html.parent)
     say(f"{trace.name}: {describe(trace)}; {len(chosen)} policies at budgets {', '.join(map(str, budgets))}")
     lanes = len(chosen) + (0 if options.no_bounds else 1 + ("random" not in chosen))
     with progress_bar(lanes * trace.steps, "steps") as progress:
@@ -117,6 +117,16 @@ def run(options: argparse.Namespace) -> None:
         print(f"{name} was left out: {reason}")
     print(*result.notes, sep="\n")
     print("Written:", ", ".join(map(str, files)))
+
+
+def check_page(path: Path) -> None:
+    """Raises OptionError for a page that would be a folder, and OutputError where none can be written."""
+    from kvevict.errors import OptionError
+    from kvevict.results import check_folder
+
+    if path.is_dir():
+        raise OptionError(f"--html {str(path)!r} is a folder: name the file, such as {str(path / 'report.html')!r}")
+    check_folder(path.parent)
 
 
 def refuse_idle_options(options: argparse.Namespace) -> None:

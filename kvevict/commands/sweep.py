@@ -34,16 +34,16 @@ def run(options: argparse.Namespace) -> None:
     from kvevict.plan import load_plan
 
     plan = load_plan(options.config)
-    if options.model:
+    if options.model is not None:
         plan = dataclasses.replace(plan, models=(options.model,))
     for name in ("device", "dtype"):
-        if getattr(options, name):
+        if getattr(options, name) is not None:
             plan = dataclasses.replace(plan, **{name: getattr(options, name)})
     texts = plan.texts
-    if options.text:
+    if options.text is not None:
         texts = (dataclasses.replace(texts[0], source=options.text),)
     for name in ("tokens", "limit"):
-        if getattr(options, name):
+        if getattr(options, name) is not None:
             texts = tuple(dataclasses.replace(text, **{name: getattr(options, name)}) for text in texts)
     plan = dataclasses.replace(plan, texts=tuple(dict.fromkeys(texts)))
     run_and_print("sweep", plan, options.output or Path("kvevict-results") / options.config.stem)

@@ -86,15 +86,7 @@ def capture(
     put back. Raises TraceError for a folder that holds something else, and OutputError.
     """
     shape, folder = plan(model, ids, block), Path(folder).expanduser()
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": source,
-        **asdict(shape),
-        "about": {"model": type(model).__name__, **(about or {})},
-        "ids": ids.tolist(),
-    }
-    done = _begin(folder, header, shape)
+    done = _begin(folder, _header(model, ids, shape, source, about), shape)
     worst = 0.0
     if done == shape.blocks and progress is not None:
         progress(shape.tokens)
@@ -119,6 +111,38 @@ def capture(
     stored = sum(block_path(folder, index).stat().st_size for index in range(shape.blocks))
     resumed = shape.span(done - 1)[1] if done else 0
     return Captured(folder, shape.nbytes, stored, resumed, worst)
+
+
+def prepare(
+    model: PreTrainedModel,
+    ids: Tensor,
+    folder: str | Path,
+    *,
+    source: str = "",
+    block: int = BLOCK,
+    about: dict[str, Any] | None = None,
+) -> Shape:
+    """The sizes of a capture, for whose beginning or continuation the folder is now ready.
+
+    Arguments and errors are those of ``capture``.
+    """
+    shape = plan(model, ids, block)
+    _begin(Path(folder).expanduser(), _header(model, ids, shape, source, about), shape)
+    return shape
+
+
+def _header(
+    model: PreTrainedModel, ids: Tensor, shape: Shape, source: str, about: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a capture says of itself."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": source,
+        **asdict(shape),
+        "about": {"model": type(model).__name__, **(about or {})},
+        "ids": ids.tolist(),
+    }
 
 
 def _begin(folder: Path, header: dict[str, Any], shape: Shape) -> int:

@@ -45,9 +45,11 @@ def read_header(folder: Path) -> Header:
             raise KeyError("format")
         version = int(document["version"])
         shape = Shape(**{name: int(document[name]) for name in SHAPE})
-        header = Header(shape, [int(token) for token in document["ids"]], str(document["model"]), document["about"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{str(path)!r} is not the header of a captured trace ({error!r})") from error
+        about = dict(document["about"])
+        header = Header(shape, [int(token) for token in document["ids"]], str(document["model"]), about)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        why = f"{type(error).__name__}: {error}"  # its repr may hold the whole file
+        raise TraceError(f"{str(path)!r} is not the header of a captured trace ({why})") from error
     if version != VERSION:
         raise TraceError(f"{str(folder)!r} has format {version}, and this kvevict reads {VERSION}: capture it again")
     if min(getattr(shape, name) for name in SHAPE) < 1 or len(header.ids) != shape.tokens:

@@ -19,6 +19,8 @@ from kvevict.lab.patterns import PATTERNS, pattern_rows
 CATALOGUE_SOURCE = "policybook kv-cache catalogue"
 PUBLISHED_SEED = 7
 PATTERN_LENGTH = 200
+LONGEST = 2**20
+"""Tokens of a trace made by a formula. Time grows with their square, and a few times as many fill any memory."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ def _near(given: str, names: list[str]) -> str:
 def _check_length(length: int) -> None:
     if type(length) is not int or length < 2:
         raise TraceError(f"length={length!r}: a trace has at least 2 tokens")
+    if length > LONGEST:
+        raise TraceError(f"length={length}: a trace made by a formula has at most {LONGEST} tokens")
 
 
 def _check_seeds(seeds: Sequence[int], below: int) -> list[int]:
