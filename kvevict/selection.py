@@ -94,6 +94,19 @@ def lowest_first(scores: Tensor, positions: Tensor, may_go: Tensor | None) -> tu
     return lowest, torch.where(goes, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
 
 
+def lowest_guarded(scores: Tensor, positions: Tensor, guard: Tensor) -> tuple[Tensor, Tensor]:
+    """``lowest_first`` where ``guard`` (B, H, L) is -inf for tokens that may go and inf for the others.
+
+    On a CPU several times as fast for floats: a choice by a mask takes one number after the other.
+    """
+    if not scores.dtype.is_floating_point:
+        return lowest_first(scores, positions, guard < 0)
+    guarded = torch.maximum(scores, guard)
+    lowest = guarded.amin(-1, keepdim=True)
+    goes = (guarded == lowest).logical_and_(guard < 0)
+    return lowest, torch.where(goes, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+
+
 def eviction_order(scores: Tensor, positions: Tensor, protection: Tensor | None) -> Tensor:
     """Slots from the first to go to the last: (B, H, L) indices.
 

@@ -14,7 +14,7 @@ state first, and the general path goes on from where the layer stands.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -187,33 +187,69 @@ class Choice:
 
     held:    the slots in use; ``seen`` is brought up to date at each step.
     may_go:  (B, H, slots) bool, all but the sinks and prompt tokens that never go; None if there are none of those.
-    recent:  how many of the newest tokens stay.
     columns: the policy's columns as stored, with the number that a token begins with.
+    newest:  (B, H, recent) slots of the newest tokens, which stay: position p is at p % recent. None if all may go.
+    guard:   (B, H, slots) float32, -inf for tokens that may go now and inf for the others; None if all may.
     """
 
     held: Full
     may_go: Tensor | None
-    recent: int
     columns: list[tuple[Tensor, float]]
+    newest: Tensor | None = None
+    guard: Tensor | None = None
+
+    @classmethod
+    def of(cls, held: Full, may_go: Tensor | None, recent: int, columns: list[tuple[Tensor, float]]) -> Choice:
+        """Of one layer as it stands, where the ``recent`` newest tokens stay."""
+        if not recent and may_go is None:
+            return cls(held, None, columns)
+        guard = torch.full(held.positions.shape, float("-inf"), device=held.positions.device)
+        if may_go is not None:
+            guard.masked_fill_(~may_go, float("inf"))
+        if not recent:
+            return cls(held, may_go, columns, None, guard)
+        positions, slots = held.positions.topk(recent)  # the newest first
+        guard.scatter_(2, slots, float("inf"))
+        return cls(held, may_go, columns, torch.empty_like(slots).scatter_(2, positions % recent, slots), guard)
+
+    @classmethod
+    def stacked(cls, held: Full, columns: list[tuple[Tensor, float]], choices: Sequence[Choice]) -> Choice:
+        """Of several layers that are alike, whose books ``held`` and ``columns`` are."""
+
+        def rows(name: str) -> Tensor | None:
+            found = [getattr(each, name) for each in choices]
+            return None if found[0] is None else torch.cat(found)
+
+        return cls(held, rows("may_go"), columns, rows("newest"), rows("guard"))
 
     def book(self, slot: Tensor) -> None:
         """The newest token is in ``slot`` (B, H, 1) now, and its columns begin."""
         self.held.arrive(slot)
         for stored, fill in self.columns:
             stored.scatter_(2, selection.per_slot(slot, stored), fill)
+        if self.newest is None or self.guard is None:
+            return
+        assert isinstance(self.held.seen, int)
+        ages = self.newest.narrow(2, (self.held.seen - 1) % self.newest.shape[2], 1)  # (B, H, 1)
+        if self.may_go is None:
+            self.guard.scatter_(2, ages, float("-inf"))
+        else:
+            lets = torch.where(self.may_go.gather(2, ages), float("-inf"), float("inf"))
+            self.guard.scatter_(2, ages, lets)
+        self.guard.scatter_(2, slot, float("inf"))
+        ages.copy_(slot)
 
     def slot(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The slot to free, (B, H, 1), and the lowest score of those that may go, by scores (B, H | 1, slots)."""
-        positions, may_go = self.held.positions, self.may_go
-        if self.recent:
-            older = positions < self.held.seen - self.recent
-            may_go = older if may_go is None else older & may_go
-        lowest, slot = selection.lowest_first(scores, positions, may_go)
+        if self.guard is None:
+            lowest, slot = selection.lowest_first(scores, self.held.positions, None)
+        else:
+            lowest, slot = selection.lowest_guarded(scores, self.held.positions, self.guard)
         return slot, lowest
 
     def tensors(self) -> list[Tensor]:
         """What is kept beside the layers' own tensors."""
-        return [each for each in (self.may_go, self.held.order) if each is not None]
+        return [each for each in (self.may_go, self.newest, self.guard, self.held.order) if each is not None]
 
 
 @dataclass(eq=False)
@@ -464,7 +500,7 @@ def begin(layer: EvictingLayer) -> Steady | None:
     recent = policy.recent_for(held.budget)
     assert isinstance(recent, int)  # an int budget gives an int
     columns = [(held.columns[name], column.fill) for name, column in layer.columns.items()]
-    choice = Choice(held, None if stay is None else ~stay, recent, columns)
+    choice = Choice.of(held, None if stay is None else ~stay, recent, columns)
     return Alone(choice, torch.full((1, 1), layer.seen - 1, device=held.positions.device))
 
 
@@ -514,9 +550,6 @@ def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:
     slot = torch.cat([layer.free for layer in layers if layer.free is not None])
     positions = torch.stack([choice.held.positions for choice in choices])
     columns = {name: _stacked([choice.held.columns[name] for choice in choices]) for name in names}
-    may_go = choices[0].may_go
-    if may_go is not None:
-        may_go = torch.cat([choice.may_go for choice in choices if choice.may_go is not None])
     held = choices[0].held
     stacked = Full(
         positions=positions.flatten(0, 1),
@@ -530,7 +563,7 @@ def _choir(layers: list[EvictingLayer], room: Tensor) -> Choir:
     begins = list(zip(stacked.columns.values(), fills, strict=True))
     assert layers[0].keys is not None
     head_size = layers[0].keys.shape[-1]
-    choir = Choir(layers, Choice(stacked, may_go, choices[0].recent, begins), room, slot, head_size)
+    choir = Choir(layers, Choice.stacked(stacked, begins, choices), room, slot, head_size)
     for number, layer in enumerate(layers):
         layer.move_books(positions[number], {name: column[number] for name, column in columns.items()})
         assert held.keys is not None and layer.keys is not None and layer.values is not None

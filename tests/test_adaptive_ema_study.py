@@ -47,7 +47,8 @@ def test_a_policy_that_names_what_it_does_not_hold_or_too_few_is_an_error(study)
 
 # it traces the function below, a pure one
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_the_compiled_policy_takes_part_when_asked(study, monkeypatch):
+def test_the_compiled_policy_takes_part_when_asked(study, monkeypatch, request):
+    request.addfinalizer(torch.compiler.reset)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     head, _, line = study["timings"]([16], [1], 20, compiled=True).splitlines()
     assert head.count("compiled") == 2 and line.startswith("| 16 | 1 |") and line.count("x |") == 3

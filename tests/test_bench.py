@@ -393,6 +393,13 @@ def test_a_file_that_is_no_report_is_refused(content, said, tmp_path):
         bench.read(tmp_path / "bench.json")
 
 
+def test_a_file_that_is_no_text_is_not_printed(tmp_path):
+    (tmp_path / "bench.json").write_bytes(b"\xff" * 5000)
+    with pytest.raises(OutputError, match="UnicodeDecodeError") as caught:
+        bench.read(tmp_path / "bench.json")
+    assert len(str(caught.value)) < 500
+
+
 # -- what is asked for -----------------------------------------------------------------------------------------
 
 
@@ -594,6 +601,12 @@ def test_the_command_takes_a_shape_and_all_policies(tmp_path, capsys):
         (["--sections", "speed"], "section 'speed'"),
         (["--baselines", "quantized"], "baseline 'quantized'"),
         (["--shape", "9z"], "shape '9z'"),
+        (["--shape", "layers=1,hidden=64,heads=4,layers=3"], "shape 'layers=1,hidden=64,heads=4,layers=3'"),
+        (
+            ["--sections", "decode", "--prefill", "64"],
+            "sections prefill and memory, and --sections is decode",
+        ),
+        (["--sections", "decode", "--scale-policies", "h2o"], "--scale-policies is for the sections scaling and"),
         (["--shape", "1b", "--model", "smollm2"], "leave out --model"),
         (["--shape", "1b", "--dtype", "auto"], "dtype='auto'"),
         (["--device", "auto"], "name one device"),
@@ -607,7 +620,8 @@ def test_what_cannot_work_is_found_before_anything_is_loaded(arguments, said, ca
     assert said in capsys.readouterr().err
 
 
-def test_compiled_steps_stand_beside_the_same_ones_uncompiled(monkeypatch):
+def test_compiled_steps_stand_beside_the_same_ones_uncompiled(monkeypatch, request):
+    request.addfinalizer(torch.compiler.reset)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model, found = tiny(num_hidden_layers=1), bench.Report()
     settings = dataclasses.replace(bench.QUICK, sections=("compiled",), held=(24,), steps=4, scale_policies=None)

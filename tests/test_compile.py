@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,9 +35,11 @@ BACKEND = "aot_eager"
 
 
 @pytest.fixture(autouse=True)
-def _forget_graphs() -> None:
+def _forget_graphs() -> Iterator[None]:
     dynamo.reset()
     dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
 
 
 def compile_forward(model: Any, **options: Any) -> None:

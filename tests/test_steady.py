@@ -496,3 +496,34 @@ def test_a_part_of_the_slots_has_an_order_of_its_own():
     held.oldest_first()
     for part in (held.first(4), held.narrow(2, 7)):
         assert torch.equal(part.oldest_first(), part.positions.argsort(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize(("recent", "sinks"), [(0, 0), (3, 0), (0, 2), (3, 2)])
+def test_the_guard_follows_what_may_go(recent, sinks, dtype):
+    """At every step the slot is the one that a look at all positions finds."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.randperm(9, generator=generator) for _ in range(4)]).view(2, 2, 9)
+    held = steady.Full(positions=positions, seen=9, budget=9)
+    stays = positions < sinks
+    choice = steady.Choice.of(held, ~stays if sinks else None, recent, [])
+    for _ in range(30):
+        may_go = (held.positions >= sinks) & (held.positions < held.seen - recent)
+        scores = torch.randint(3, positions.shape, generator=generator).to(dtype)  # with many ties
+        if dtype.is_floating_point:
+            scores.masked_fill_(scores == 2, float("inf"))
+        expected = torch.where(may_go, scores.to(torch.float64), torch.inf)
+        lowest = expected.amin(-1, keepdim=True)
+        ties = torch.where((expected == lowest) & may_go, held.positions, 10**6)
+        slot, found = choice.slot(scores)
+        assert torch.equal(slot, ties.argmin(-1, keepdim=True)) and torch.equal(found.to(torch.float64), lowest)
+        held.seen += 1
+        choice.book(slot)
+    if recent:
+        assert choice.newest is not None and choice.newest.shape == (2, 2, recent)
+
+
+def test_a_score_that_is_not_a_number_is_found_whatever_may_go():
+    held = steady.Full(positions=torch.arange(4).view(1, 1, 4), seen=4, budget=4)
+    choice = steady.Choice.of(held, None, 1, [])
+    assert choice.slot(torch.tensor([[[1.0, float("nan"), 2.0, 3.0]]]))[1].isnan()

@@ -196,8 +196,8 @@ def read(path: Path) -> Report:
         raise OutputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise OutputError(
-            f"{str(path)!r} is not what kvevict bench of this release writes ({error!r}): give its {FILE}, or the "
-            "folder that another command wrote"
+            f"{str(path)!r} is not what kvevict bench of this release writes ({type(error).__name__}: {error}): give "
+            f"its {FILE}, or the folder that another command wrote"
         ) from error
 
 

@@ -55,7 +55,10 @@ def parse_shape(given: str) -> Shape:
         return SHAPES[given.lower()]
     known = [each.name for each in dataclasses.fields(Shape)]
     try:
-        numbers = {name.strip(): int(value) for name, value in (pair.split("=") for pair in given.split(","))}
+        pairs = [(name.strip(), int(value)) for name, value in (pair.split("=") for pair in given.split(","))]
+        numbers = dict(pairs)
+        if len(numbers) < len(pairs):
+            raise ValueError("a number is given twice")
         hidden, heads = numbers["hidden"], numbers["heads"]
         derived = {"kv_heads": heads, "head_dim": hidden // heads, "intermediate": 4 * hidden, "vocabulary": 32000}
         shape = Shape(**{**derived, **numbers})

@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
 POLICIES = ["streaming_llm", "tova", "h2o", "snapkv", "adaptive_ema"]
 QUICK_POLICIES = ["streaming_llm", "tova", "h2o"]
+USED_BY = {
+    "held": ("decode", "compiled"),
+    "seen": ("after", "fit"),
+    "prefill": ("prefill", "memory"),
+    "repeats": ("prefill",),
+    "cost": ("cost",),
+    "scale_policies": ("scaling", "bounded"),
+    "scale_seen": ("scaling",),
+    "scale_budget": ("scaling",),
+    "scale_batch": ("scaling",),
+    "scale_layers": ("scaling",),
+    "long": ("bounded",),
+    "chunk": ("bounded",),
+}
+"""The sections that an option is for, where it is not for all of them."""
 
 
 def add(commands: Commands) -> None:
@@ -92,9 +107,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def settings_of(options: argparse.Namespace, policies: list[str]) -> Settings:
-    """The settings that the options ask for."""
+    """The settings that the options ask for. Raises OptionError for an option of sections that are not asked for."""
     from kvevict import bench
     from kvevict.bench.plan import changed
+    from kvevict.errors import OptionError
 
     lists = ("held", "seen", "prefill", "cost", "scale_seen", "scale_budget", "scale_batch", "scale_layers")
     given: dict[str, Any] = {
@@ -105,7 +121,14 @@ def settings_of(options: argparse.Namespace, policies: list[str]) -> Settings:
     settings = bench.QUICK if options.quick else bench.DEFAULT
     if given["scale_policies"] is None and not set(settings.scale_policies or ()) <= set(policies):
         given["scale_policies"] = tuple(policies[:1])
-    return changed(settings, **given)
+    wanted = changed(settings, **given)
+    for name, sections in USED_BY.items():
+        if getattr(options, name) is not None and not set(sections) & set(wanted.sections):
+            raise OptionError(
+                f"--{name.replace('_', '-')} is for the sections {' and '.join(sections)}, and --sections is "
+                f"{','.join(wanted.sections)}: leave it out, or add one of them"
+            )
+    return wanted
 
 
 def model_of(options: argparse.Namespace) -> tuple[Any, str]:
