@@ -24,7 +24,7 @@ from helpers import (
 )
 from torch import Tensor
 from torch import _dynamo as dynamo
-from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
+from transformers import GptOssConfig, GptOssForCausalLM, Phi3Config, Phi3ForCausalLM, StaticCache
 
 from kvevict import EvictingCache, PolicyError, WrongModelError, compiled, detach, host
 from kvevict.errors import UnsupportedOperationError
@@ -107,6 +107,20 @@ def test_a_mask_that_hides_nothing_keeps_nobody_from_fast_steps():
     for ours, theirs in zip(loop(model, cache, blocks, ones), expected, strict=True):
         assert (ours - theirs).abs().max() < NOISE
     assert all(type(layer.steady).__name__ == "Member" for layer in cache.layers)
+
+
+def test_a_model_whose_cache_generate_may_drop_is_one_graph_too():
+    config = Phi3Config(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=97, original_max_position_embeddings=64, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip  # a model in a few lines
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(config).eval()
+    expected, *_ = loop(model, EvictingCache(model, "h2o", budget=BUDGET), [text(length=PROMPT)])
+    compile_forward(model, fullgraph=True)
+    assert (
+        forward(model, EvictingCache(model, "h2o", budget=BUDGET), text(length=PROMPT)) - expected
+    ).abs().max() < NOISE
 
 
 def test_caches_share_the_graphs():
