@@ -15,6 +15,7 @@ from helpers import (
     NAMES,
     NOISE,
     PROMPT,
+    batch,
     by_position,
     forward,
     kept,
@@ -26,7 +27,7 @@ from helpers import (
 from torch import Tensor
 
 from kvevict import EvictingCache, ObservationError, OptionError, PolicyError, host, observe, steady
-from kvevict.policies import H2O, SlidingWindow
+from kvevict.policies import H2O, SlidingWindow, SnapKV
 from kvevict.policies.base import Held
 
 WHILE = [PROMPT] + [1] * 12
@@ -527,3 +528,20 @@ def test_a_score_that_is_not_a_number_is_found_whatever_may_go():
     held = steady.Full(positions=torch.arange(4).view(1, 1, 4), seen=4, budget=4)
     choice = steady.Choice.of(held, None, 1, [])
     assert choice.slot(torch.tensor([[[1.0, float("nan"), 2.0, 3.0]]]))[1].isnan()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+def test_sums_of_votes_are_those_of_the_votes_at_every_step(padded):
+    """A step adds up only the part of the votes that it changed; twelve make a whole part and half of one."""
+    ids, mask = batch(padded, 60)
+    model = tiny()
+    cache = EvictingCache(model, SnapKV(window=12, kernel=3, recent=4), budget=16)
+    done = 0
+    for block in ids.split([20, *[1] * 15, 5, *[1] * 20], 1):
+        done += block.shape[1]
+        forward(model, cache, block, None if mask is None else mask[:, :done])
+        for layer in cache.evicting_layers:
+            assert layer.state["sums"].shape[-1] == 2
+            votes = layer.state["votes"][..., :12].split([8, 4], -1)
+            expected = torch.stack([part.sum(-1) for part in votes], -1)
+            torch.testing.assert_close(layer.state["sums"], expected, rtol=0, atol=1e-6)
