@@ -298,9 +298,10 @@ class EvictingCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, pads included, by one layer."""
         seen = int(super().get_seq_length(layer_idx))
-        if self._dropped_beyond is not None and host.about_to_drop(self._dropped_beyond, seen):
+        limit = None if torch.compiler.is_compiling() else self._dropped_beyond  # generate() asks uncompiled
+        if limit is not None and host.about_to_drop(limit, seen):
             raise UnsupportedOperationError(
-                f"the text outgrows {self._dropped_beyond} tokens, where this model changes its RoPE factors and "
+                f"the text outgrows {limit} tokens, where this model changes its RoPE factors and "
                 "generate() replaces the cache by a new one that evicts nothing. Keep prompt and new tokens below "
                 "that length, or call the model in a loop of your own"
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from helpers import (
     BUDGET,
     NOISE,
@@ -238,6 +239,19 @@ def test_gradients_interrupt_the_graph():
         gradients.append(trained.grad)
     assert breaks() > 0
     assert torch.allclose(*gradients, atol=1e-7) and gradients[0].any()
+
+
+def test_a_model_that_drops_caches_of_long_texts_is_one_graph():
+    """Phi-3 and its kin: whether generate() is about to do that is asked outside of graphs."""
+    model = build("phi3")
+    blocks = [text(length=PROMPT), *text(length=2, seed=3).split(1, 1)]
+    expected = EvictingCache(model, "h2o", budget=BUDGET)
+    logits = loop(model, expected, blocks)
+    compile_forward(model, fullgraph=True)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    for ours, theirs in zip(loop(model, cache, blocks), logits, strict=True):
+        assert (ours - theirs).abs().max() < NOISE
+    assert same(cache, expected)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
