@@ -353,6 +353,12 @@ class EvictingCache(Cache):
             return observe.tag(keys, ticket), values
         return observe.Probe.of(keys, ticket), values
 
+    @property
+    def base_now(self) -> str:
+        """The model's attention implementation; what it was when this cache was built, if the model is gone."""
+        model = self._model()
+        return self._base if model is None else host.implementation(model)
+
     def _check_awaited(self) -> None:
         """Raises WrongModelError if an update that was traced met no attention of this cache's model."""
         if self.awaited is not None:
@@ -390,8 +396,7 @@ class EvictingCache(Cache):
             )
         self._check_halfway(tokens)
         self._end_draft()
-        model = self._model()
-        now = self._base if model is None else host.implementation(model)
+        now = self.base_now
         if now != self._base:
             raise ObservationError(
                 f"the model's attention implementation was {self._base!r} when this cache was built and is {now!r} "

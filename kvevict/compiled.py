@@ -71,7 +71,13 @@ class Deferred:
 
 def can_defer(cache: EvictingCache) -> bool:
     """Whether the attention that follows an update will be ours."""
-    return cache.attachment is not None and cache.attachment.active and cache.attachment.base != "eager"
+    attachment = cache.attachment
+    return (
+        attachment is not None
+        and attachment.active
+        and attachment.base != "eager"
+        and cache.base_now == attachment.base
+    )
 
 
 @torch.library.custom_op("kvevict::attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch import _dynamo as dynamo
 from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
-from kvevict import EvictingCache, PolicyError, WrongModelError, compiled, detach, host
+from kvevict import EvictingCache, ObservationError, PolicyError, WrongModelError, compiled, detach, host
 from kvevict.errors import UnsupportedOperationError
 from kvevict.policies import Policy
 
@@ -268,6 +268,18 @@ def test_the_cache_of_another_model_is_refused(prepared):
         forward(other, cache, text(length=PROMPT))
     cache.reset()
     assert forward(model, cache, text(length=PROMPT)).isfinite().all()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_attention_than_the_cache_was_built_for_is_refused(begun):
+    model = tiny(num_hidden_layers=1)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    if begun:
+        forward(model, cache, text(length=PROMPT))
+    compile_forward(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ObservationError, match="was 'sdpa' when this cache was built and is 'eager' now"):
+        forward(model, cache, text(length=1))
 
 
 def test_a_policys_error_comes_through():
