@@ -128,6 +128,8 @@ class EvictingCache(Cache):
         self.spec.no_drafts = drafts.reason_against(self.spec, self.free, self._base)
         self.number = compiled.enrol(self)
         self.awaited: int | None = None  # the layer whose update was traced, until its attention is
+        self._last = max(self._by_layer)
+        self._traced = self._run = 2  # forwards, and those of them that ran; a compiler takes 0 and 1 for constants
 
     # -- what users ask --------------------------------------------------------------------------------------
 
@@ -147,11 +149,13 @@ class EvictingCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
 
     @property
+    @observe.uncompiled
     def stored(self) -> list[int]:
         """Tokens stored per KV head, for each evicting layer: the most that any row and head holds."""
         return [layer.stored for layer in self.evicting_layers]
 
     @property
+    @observe.uncompiled
     def nbytes(self) -> int:
         """Bytes really held: every storage behind the cache counts once, whole, slack and bookkeeping included."""
         storages = {
@@ -161,6 +165,7 @@ class EvictingCache(Cache):
         }
         return sum(storages.values())
 
+    @observe.uncompiled
     def kept_positions(self, layer_idx: int) -> Tensor:
         """Positions of the tokens that a layer still holds: (B, H, L) int64, ascending.
 
@@ -297,6 +302,7 @@ class EvictingCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, pads included, by one layer."""
+        self._end_graph()
         seen = int(super().get_seq_length(layer_idx))
         limit = None if torch.compiler.is_compiling() else self._dropped_beyond  # generate() asks uncompiled
         if limit is not None and host.about_to_drop(limit, seen):
@@ -306,6 +312,21 @@ class EvictingCache(Cache):
                 "that length, or call the model in a loop of your own"
             )
         return seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of the mask for the next ``query_length`` tokens of one layer, and the first one's position."""
+        self._end_graph()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def _end_graph(self) -> None:
+        """Ends the graph that is traced if it holds a forward already, which has to run before anything is asked."""
+        if torch.compiler.is_compiling() and self._traced != self._run:
+            self._catch_up_with_graphs()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
+    def _catch_up_with_graphs(self) -> None:
+        self._traced = self._run  # they differ here if a graph was interrupted by an error
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -318,6 +339,7 @@ class EvictingCache(Cache):
             return self._update(key_states, value_states, layer_idx, *args, **kwargs)
         self._check_awaited()
         self.awaited = layer_idx
+        self._traced += layer_idx == self._last
         deferred = compiled.Deferred(self, layer_idx, value_states)
         return observe.tag(key_states.view_as(key_states), deferred), value_states
 
@@ -378,6 +400,7 @@ class EvictingCache(Cache):
         assert module is not None and self.attachment is not None
         keys, values = self._update(key, value, layer_idx)
         output, _ = self.attachment.attention(module, query, keys, values, mask, **options)
+        self._run += layer_idx == self._last
         return output
 
     def check_forward(self, module: torch.nn.Module | None, tokens: int, unused: bool) -> None:
@@ -409,6 +432,7 @@ class EvictingCache(Cache):
 
     # -- drafts ----------------------------------------------------------------------------------------------
 
+    @observe.uncompiled
     def activate_past_recording(self) -> None:
         """From now on every forward is a draft until ``crop`` says how much of it stays: assisted decoding.
 
@@ -434,6 +458,7 @@ class EvictingCache(Cache):
         for layer in self.evicting_layers:
             layer.awaited = prompt
 
+    @observe.uncompiled
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest ``-tokens_to_remove`` tokens, then evicts; ``crop(0)`` accepts a draft whole.
 
@@ -502,26 +527,30 @@ class EvictingCache(Cache):
         for layer in self.evicting_layers:
             layer.check_pending()
 
+    @observe.uncompiled
     def reset(self) -> None:
         """Forgets everything, and frees the memory."""
         for layer in self.evicting_layers:
             layer.steady = None  # what a choir has heard so far is not settled any more
         for layer in self.evicting_layers:
             layer.reset()
-        self._choirs, self.awaited = [], None
+        self._choirs, self.awaited, self._traced = [], None, self._run
         for index, unused in self._others.items():
             self.layers[index] = copy.deepcopy(unused)  # 5.17 only zeroes sliding layers
 
+    @observe.uncompiled
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was, in every layer and in all that the policy knows."""
         self._before_rows("reorder_cache")
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # any integer tensor will do
 
+    @observe.uncompiled
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times in a row."""
         self._before_rows("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
+    @observe.uncompiled
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only these rows."""
         self._before_rows("batch_select_indices")

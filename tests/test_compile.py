@@ -163,6 +163,25 @@ def test_compiled_and_uncompiled_forwards_take_turns():
     assert graphs() > 0 and same(cache, expected)
 
 
+def test_a_function_may_hold_several_forwards_and_ask_what_is_held():
+    """Whatever comes after the first forward must know where it stopped."""
+    model = tiny(num_hidden_layers=2)
+    tokens = text(length=2, seed=3).split(1, 1)
+
+    def steps(cache: EvictingCache) -> tuple[Any, ...]:
+        logits = [forward(model, cache, token) for token in tokens]
+        return torch.cat(logits), cache.get_seq_length(), cache.stored, cache.kept_positions(1)
+
+    told = []
+    for run in (steps, torch.compile(steps, backend=BACKEND)):
+        cache = EvictingCache(model, "h2o", budget=BUDGET)
+        forward(model, cache, text(length=PROMPT))
+        told.append(run(cache))
+    (logits, *expected, held), (ours, *got, ours_held) = told
+    assert got == expected == [PROMPT + 2, [BUDGET] * 2]
+    assert (ours - logits).abs().max() < NOISE and torch.equal(ours_held, held)
+
+
 def test_a_copy_and_a_loaded_cache_go_on_by_themselves(tmp_path):
     model = tiny(num_hidden_layers=2)
     compile_forward(model)
