@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -340,8 +341,9 @@ class EvictingCache(Cache):
         self._check_awaited()
         self.awaited = layer_idx
         self._traced += layer_idx == self._last
-        deferred = compiled.Deferred(self, layer_idx, value_states)
-        return observe.tag(key_states.view_as(key_states), deferred), value_states
+        # nobody else's attention may take what it receives for keys
+        deferred = compiled.Deferred(self, layer_idx, key_states, value_states)
+        return observe.tag(torch.full_like(key_states, math.nan), deferred), value_states
 
     @observe.uncompiled  # slots are chosen by the state of the cache, and written in place
     def _update(

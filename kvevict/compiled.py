@@ -42,6 +42,7 @@ class Deferred:
 
     cache: EvictingCache
     layer: int
+    key: Tensor
     value: Tensor
 
     def check(self, module: nn.Module, value: Tensor) -> None:
@@ -57,16 +58,16 @@ class Deferred:
             )
         self.cache.awaited = None
 
-    def in_graph(self, query: Tensor, key: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
+    def in_graph(self, query: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
         """The operator."""
         scaling, is_causal = arguments.get("scaling"), arguments.get("is_causal")
-        result: Tensor = attend(query, key, self.value, mask, self.cache.number, self.layer, scaling, is_causal)
+        result: Tensor = attend(query, self.key, self.value, mask, self.cache.number, self.layer, scaling, is_causal)
         return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
-    def apart(self, query: Tensor, key: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
+    def apart(self, query: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
         """The same between two graphs."""
-        return self.cache.attend(self.layer, query, key, self.value, _needed(mask, query), **arguments)
+        return self.cache.attend(self.layer, query, self.key, self.value, _needed(mask, query), **arguments)
 
 
 def can_defer(cache: EvictingCache) -> bool:

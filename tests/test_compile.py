@@ -289,6 +289,19 @@ def test_the_cache_of_another_model_is_refused(prepared):
     assert forward(model, cache, text(length=PROMPT)).isfinite().all()
 
 
+def test_the_cache_of_another_model_does_not_go_unnoticed_where_one_layer_is_all_there_is():
+    """Nothing asks the cache again before the forward is over."""
+    model, other = tiny(num_hidden_layers=2), tiny(num_hidden_layers=1)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    compile_forward(other, fullgraph=True)
+    assert forward(other, cache, text(length=PROMPT)).isnan().all()
+    other.forward = other.forward.__wrapped__
+    with pytest.raises(WrongModelError, match="layer 0 of a compiled forward did not attend"):
+        forward(other, cache, text(length=1))
+    cache.reset()
+    assert forward(model, cache, text(length=PROMPT)).isfinite().all()
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_another_attention_than_the_cache_was_built_for_is_refused(begun):
     model = tiny(num_hidden_layers=1)
@@ -318,7 +331,7 @@ def test_a_policys_error_comes_through():
 def test_values_that_change_after_the_update_are_refused():
     model = tiny(num_hidden_layers=2)
     value = torch.zeros(1, 2, 1, 8)
-    deferred = compiled.Deferred(EvictingCache(model, "h2o", budget=BUDGET), 0, value)
+    deferred = compiled.Deferred(EvictingCache(model, "h2o", budget=BUDGET), 0, value, value)
     deferred.check(model.model.layers[0].self_attn, value)
     with pytest.raises(UnsupportedOperationError, match="LlamaAttention changes the values"):
         deferred.check(model.model.layers[0].self_attn, value + 1)
