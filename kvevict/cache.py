@@ -400,6 +400,7 @@ class EvictingCache(Cache):
         """
         module = self._by_layer[layer_idx]()
         assert module is not None and self.attachment is not None
+        self.awaited = None  # a graph that begins after the update writes it only when it ends
         keys, values = self._update(key, value, layer_idx)
         output, _ = self.attachment.attention(module, query, keys, values, mask, **options)
         self._run += layer_idx == self._last

@@ -245,6 +245,25 @@ def test_attention_with_learned_sinks_interrupts_the_graph():
     assert breaks() > 0 and same(cache, expected)
 
 
+def test_a_graph_may_end_between_an_update_and_its_attention(monkeypatch):
+    model = tiny(num_hidden_layers=2)
+    blocks = [text(length=PROMPT), *text(length=2, seed=3).split(1, 1)]
+    expected, cache = (EvictingCache(model, "h2o", budget=BUDGET) for _ in range(2))
+    logits = loop(model, expected, blocks)
+    update = EvictingCache.update
+
+    def interrupted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        held = update(*args, **kwargs)
+        dynamo.graph_break()
+        return held
+
+    monkeypatch.setattr(EvictingCache, "update", interrupted)
+    compile_forward(model)
+    for ours, theirs in zip(loop(model, cache, blocks), logits, strict=True):
+        assert (ours - theirs).abs().max() < NOISE
+    assert breaks() > 0 and same(cache, expected)
+
+
 # torch itself looks at it when a graph is interrupted
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_gradients_interrupt_the_graph():
