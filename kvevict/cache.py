@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -128,6 +129,8 @@ class EvictingCache(Cache):
         self.spec.no_drafts = drafts.reason_against(self.spec, self.free, self._base)
         self.number = compiled.enrol(self)
         self.awaited: int | None = None  # the layer whose update was traced, until its attention is
+        self._last = max(self._by_layer)
+        self._traced = self._run = 2  # forwards, and those of them that ran; a compiler takes 0 and 1 for constants
 
     # -- what users ask --------------------------------------------------------------------------------------
 
@@ -147,11 +150,13 @@ class EvictingCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
 
     @property
+    @observe.uncompiled
     def stored(self) -> list[int]:
         """Tokens stored per KV head, for each evicting layer: the most that any row and head holds."""
         return [layer.stored for layer in self.evicting_layers]
 
     @property
+    @observe.uncompiled
     def nbytes(self) -> int:
         """Bytes really held: every storage behind the cache counts once, whole, slack and bookkeeping included."""
         storages = {
@@ -161,6 +166,7 @@ class EvictingCache(Cache):
         }
         return sum(storages.values())
 
+    @observe.uncompiled
     def kept_positions(self, layer_idx: int) -> Tensor:
         """Positions of the tokens that a layer still holds: (B, H, L) int64, ascending.
 
@@ -297,8 +303,9 @@ class EvictingCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, pads included, by one layer."""
+        self._end_graph()
         seen = int(super().get_seq_length(layer_idx))
-        limit = None if torch.compiler.is_compiling() else self._dropped_beyond  # generate() itself is never traced
+        limit = None if torch.compiler.is_compiling() else self._dropped_beyond  # generate() asks uncompiled
         if limit is not None and host.about_to_drop(limit, seen):
             raise UnsupportedOperationError(
                 f"the text outgrows {limit} tokens, where this model changes its RoPE factors and "
@@ -306,6 +313,21 @@ class EvictingCache(Cache):
                 "that length, or call the model in a loop of your own"
             )
         return seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of the mask for the next ``query_length`` tokens of one layer, and the first one's position."""
+        self._end_graph()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def _end_graph(self) -> None:
+        """Ends the graph that is traced if it holds a forward already, which has to run before anything is asked."""
+        if torch.compiler.is_compiling() and self._traced != self._run:
+            self._catch_up_with_graphs()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
+    def _catch_up_with_graphs(self) -> None:
+        self._traced = self._run  # they differ here if a graph was interrupted by an error
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -318,8 +340,10 @@ class EvictingCache(Cache):
             return self._update(key_states, value_states, layer_idx, *args, **kwargs)
         self._check_awaited()
         self.awaited = layer_idx
-        deferred = compiled.Deferred(self, layer_idx, value_states)
-        return observe.tag(key_states.view_as(key_states), deferred), value_states
+        self._traced += layer_idx == self._last
+        # nobody else's attention may take what it receives for keys
+        deferred = compiled.Deferred(self, layer_idx, key_states, value_states)
+        return observe.tag(torch.full_like(key_states, math.nan), deferred), value_states
 
     @observe.uncompiled  # slots are chosen by the state of the cache, and written in place
     def _update(
@@ -353,6 +377,12 @@ class EvictingCache(Cache):
             return observe.tag(keys, ticket), values
         return observe.Probe.of(keys, ticket), values
 
+    @property
+    def base_now(self) -> str:
+        """The model's attention implementation; what it was when this cache was built, if the model is gone."""
+        model = self._model()
+        return self._base if model is None else host.implementation(model)
+
     def _check_awaited(self) -> None:
         """Raises WrongModelError if an update that was traced met no attention of this cache's model."""
         if self.awaited is not None:
@@ -370,8 +400,10 @@ class EvictingCache(Cache):
         """
         module = self._by_layer[layer_idx]()
         assert module is not None and self.attachment is not None
+        self.awaited = None  # a graph that begins after the update writes it only when it ends
         keys, values = self._update(key, value, layer_idx)
         output, _ = self.attachment.attention(module, query, keys, values, mask, **options)
+        self._run += layer_idx == self._last
         return output
 
     def check_forward(self, module: torch.nn.Module | None, tokens: int, unused: bool) -> None:
@@ -390,8 +422,7 @@ class EvictingCache(Cache):
             )
         self._check_halfway(tokens)
         self._end_draft()
-        model = self._model()
-        now = self._base if model is None else host.implementation(model)
+        now = self.base_now
         if now != self._base:
             raise ObservationError(
                 f"the model's attention implementation was {self._base!r} when this cache was built and is {now!r} "
@@ -404,6 +435,7 @@ class EvictingCache(Cache):
 
     # -- drafts ----------------------------------------------------------------------------------------------
 
+    @observe.uncompiled
     def activate_past_recording(self) -> None:
         """From now on every forward is a draft until ``crop`` says how much of it stays: assisted decoding.
 
@@ -429,6 +461,7 @@ class EvictingCache(Cache):
         for layer in self.evicting_layers:
             layer.awaited = prompt
 
+    @observe.uncompiled
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest ``-tokens_to_remove`` tokens, then evicts; ``crop(0)`` accepts a draft whole.
 
@@ -497,26 +530,30 @@ class EvictingCache(Cache):
         for layer in self.evicting_layers:
             layer.check_pending()
 
+    @observe.uncompiled
     def reset(self) -> None:
         """Forgets everything, and frees the memory."""
         for layer in self.evicting_layers:
             layer.steady = None  # what a choir has heard so far is not settled any more
         for layer in self.evicting_layers:
             layer.reset()
-        self._choirs, self.awaited = [], None
+        self._choirs, self.awaited, self._traced = [], None, self._run
         for index, unused in self._others.items():
             self.layers[index] = copy.deepcopy(unused)  # 5.17 only zeroes sliding layers
 
+    @observe.uncompiled
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was, in every layer and in all that the policy knows."""
         self._before_rows("reorder_cache")
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # any integer tensor will do
 
+    @observe.uncompiled
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times in a row."""
         self._before_rows("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)
 
+    @observe.uncompiled
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only these rows."""
         self._before_rows("batch_select_indices")

@@ -42,6 +42,7 @@ class Deferred:
 
     cache: EvictingCache
     layer: int
+    key: Tensor
     value: Tensor
 
     def check(self, module: nn.Module, value: Tensor) -> None:
@@ -57,21 +58,27 @@ class Deferred:
             )
         self.cache.awaited = None
 
-    def in_graph(self, query: Tensor, key: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
+    def in_graph(self, query: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
         """The operator."""
         scaling, is_causal = arguments.get("scaling"), arguments.get("is_causal")
-        result: Tensor = attend(query, key, self.value, mask, self.cache.number, self.layer, scaling, is_causal)
+        result: Tensor = attend(query, self.key, self.value, mask, self.cache.number, self.layer, scaling, is_causal)
         return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not say what it returns
-    def apart(self, query: Tensor, key: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
+    def apart(self, query: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]) -> Tensor:
         """The same between two graphs."""
-        return self.cache.attend(self.layer, query, key, self.value, _needed(mask, query), **arguments)
+        return self.cache.attend(self.layer, query, self.key, self.value, _needed(mask, query), **arguments)
 
 
 def can_defer(cache: EvictingCache) -> bool:
     """Whether the attention that follows an update will be ours."""
-    return cache.attachment is not None and cache.attachment.active and cache.attachment.base != "eager"
+    attachment = cache.attachment
+    return (
+        attachment is not None
+        and attachment.active
+        and attachment.base != "eager"
+        and cache.base_now == attachment.base
+    )
 
 
 @torch.library.custom_op("kvevict::attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -86,7 +93,8 @@ def attend(
     is_causal: bool | None,
 ) -> Tensor:
     """Stores new keys and values (B, H, Q, D) and attends: queries (B, heads, Q, D) give (B, Q, heads, D)."""
-    needed = _needed(mask, query)
+    own = None if mask is None else mask.detach()  # what was found out about another in this memory is not its own
+    needed = _needed(own, query)
     output = _caches[cache].attend(layer, query, key, value, needed, scaling=scaling, is_causal=is_causal)
     return output.contiguous()
 

@@ -302,7 +302,7 @@ def _traced(base: str, attention: AttentionFunction) -> AttentionFunction:
             whole = torch.compiler.is_compiling() and not torch.is_grad_enabled()
             whole = whole and host.is_plain(host.attention_function(base, module), query, kwargs)
             run = mark.in_graph if whole else mark.apart
-            return run(query, key, attention_mask, kwargs), None
+            return run(query, attention_mask, kwargs), None
         if mark is None and torch.compiler.is_compiling():
             return host.attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
         return attention(module, query, key, value, attention_mask, **kwargs)

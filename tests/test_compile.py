@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from helpers import (
     BUDGET,
     NOISE,
@@ -24,9 +25,9 @@ from helpers import (
 )
 from torch import Tensor
 from torch import _dynamo as dynamo
-from transformers import GptOssConfig, GptOssForCausalLM, Phi3Config, Phi3ForCausalLM, StaticCache
+from transformers import GptOssConfig, GptOssForCausalLM, StaticCache
 
-from kvevict import EvictingCache, PolicyError, WrongModelError, compiled, detach, host
+from kvevict import EvictingCache, ObservationError, PolicyError, WrongModelError, compiled, detach, host
 from kvevict.errors import UnsupportedOperationError
 from kvevict.policies import Policy
 
@@ -109,20 +110,6 @@ def test_a_mask_that_hides_nothing_keeps_nobody_from_fast_steps():
     assert all(type(layer.steady).__name__ == "Member" for layer in cache.layers)
 
 
-def test_a_model_whose_cache_generate_may_drop_is_one_graph_too():
-    config = Phi3Config(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=97, original_max_position_embeddings=64, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip  # a model in a few lines
-    torch.manual_seed(0)
-    model = Phi3ForCausalLM(config).eval()
-    expected, *_ = loop(model, EvictingCache(model, "h2o", budget=BUDGET), [text(length=PROMPT)])
-    compile_forward(model, fullgraph=True)
-    assert (
-        forward(model, EvictingCache(model, "h2o", budget=BUDGET), text(length=PROMPT)) - expected
-    ).abs().max() < NOISE
-
-
 def test_caches_share_the_graphs():
     model = tiny(num_hidden_layers=2)
     compile_forward(model, fullgraph=True)
@@ -177,6 +164,25 @@ def test_compiled_and_uncompiled_forwards_take_turns():
             got = forward(model, cache, block)
         assert (got - forward(plain, expected, block)).abs().max() < NOISE
     assert graphs() > 0 and same(cache, expected)
+
+
+def test_a_function_may_hold_several_forwards_and_ask_what_is_held():
+    """Whatever comes after the first forward must know where it stopped."""
+    model = tiny(num_hidden_layers=2)
+    tokens = text(length=2, seed=3).split(1, 1)
+
+    def steps(cache: EvictingCache) -> tuple[Any, ...]:
+        logits = [forward(model, cache, token) for token in tokens]
+        return torch.cat(logits), cache.get_seq_length(), cache.stored, cache.kept_positions(1)
+
+    told = []
+    for run in (steps, torch.compile(steps, backend=BACKEND)):
+        cache = EvictingCache(model, "h2o", budget=BUDGET)
+        forward(model, cache, text(length=PROMPT))
+        told.append(run(cache))
+    (logits, *expected, held), (ours, *got, ours_held) = told
+    assert got == expected == [PROMPT + 2, [BUDGET] * 2]
+    assert (ours - logits).abs().max() < NOISE and torch.equal(ours_held, held)
 
 
 def test_a_copy_and_a_loaded_cache_go_on_by_themselves(tmp_path):
@@ -242,6 +248,25 @@ def test_attention_with_learned_sinks_interrupts_the_graph():
     assert breaks() > 0 and same(cache, expected)
 
 
+def test_a_graph_may_end_between_an_update_and_its_attention(monkeypatch):
+    model = tiny(num_hidden_layers=2)
+    blocks = [text(length=PROMPT), *text(length=2, seed=3).split(1, 1)]
+    expected, cache = (EvictingCache(model, "h2o", budget=BUDGET) for _ in range(2))
+    logits = loop(model, expected, blocks)
+    update = EvictingCache.update
+
+    def interrupted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        held = update(*args, **kwargs)
+        dynamo.graph_break()
+        return held
+
+    monkeypatch.setattr(EvictingCache, "update", interrupted)
+    compile_forward(model)
+    for ours, theirs in zip(loop(model, cache, blocks), logits, strict=True):
+        assert (ours - theirs).abs().max() < NOISE
+    assert breaks() > 0 and same(cache, expected)
+
+
 # torch itself looks at it when a graph is interrupted
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_gradients_interrupt_the_graph():
@@ -255,6 +280,39 @@ def test_gradients_interrupt_the_graph():
         gradients.append(trained.grad)
     assert breaks() > 0
     assert torch.allclose(*gradients, atol=1e-7) and gradients[0].any()
+
+
+def test_a_model_that_drops_caches_of_long_texts_is_one_graph():
+    """Phi-3 and its kin: whether generate() is about to do that is asked outside of graphs."""
+    model = build("phi3")
+    blocks = [text(length=PROMPT), *text(length=2, seed=3).split(1, 1)]
+    expected = EvictingCache(model, "h2o", budget=BUDGET)
+    logits = loop(model, expected, blocks)
+    compile_forward(model, fullgraph=True)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    for ours, theirs in zip(loop(model, cache, blocks), logits, strict=True):
+        assert (ours - theirs).abs().max() < NOISE
+    assert same(cache, expected)
+
+
+def test_a_mask_that_a_graph_wrote_over_is_looked_at_again():
+    """Compiled code uses the memory of one mask for the next, of which Python sees nothing."""
+    model = tiny(num_hidden_layers=2)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    forward(model, cache, text(length=3))
+    query, new = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
+    mask = torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    outputs = []
+    for layer in (0, 1):
+        outputs.append(compiled.attend(query, new, new, mask, cache.number, layer, 0.25, None))
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # no version is counted here
+            mask[..., 1:3] = False
+    alone = EvictingCache(model, "h2o", budget=BUDGET)
+    forward(model, alone, text(length=3))
+    for layer in (0, 1):
+        alone.attend(layer, query, new, new, None if not layer else mask, scaling=0.25)
+        held = (each.evicting_layers[layer].state["score"] for each in (cache, alone))
+        torch.testing.assert_close(*held)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
@@ -271,6 +329,31 @@ def test_the_cache_of_another_model_is_refused(prepared):
         forward(other, cache, text(length=PROMPT))
     cache.reset()
     assert forward(model, cache, text(length=PROMPT)).isfinite().all()
+
+
+def test_the_cache_of_another_model_does_not_go_unnoticed_where_one_layer_is_all_there_is():
+    """Nothing asks the cache again before the forward is over."""
+    model, other = tiny(num_hidden_layers=2), tiny(num_hidden_layers=1)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    compile_forward(other, fullgraph=True)
+    assert forward(other, cache, text(length=PROMPT)).isnan().all()
+    other.forward = other.forward.__wrapped__
+    with pytest.raises(WrongModelError, match="layer 0 of a compiled forward did not attend"):
+        forward(other, cache, text(length=1))
+    cache.reset()
+    assert forward(model, cache, text(length=PROMPT)).isfinite().all()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_attention_than_the_cache_was_built_for_is_refused(begun):
+    model = tiny(num_hidden_layers=1)
+    cache = EvictingCache(model, "h2o", budget=BUDGET)
+    if begun:
+        forward(model, cache, text(length=PROMPT))
+    compile_forward(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ObservationError, match="was 'sdpa' when this cache was built and is 'eager' now"):
+        forward(model, cache, text(length=1))
 
 
 def test_a_policys_error_comes_through():
@@ -290,7 +373,7 @@ def test_a_policys_error_comes_through():
 def test_values_that_change_after_the_update_are_refused():
     model = tiny(num_hidden_layers=2)
     value = torch.zeros(1, 2, 1, 8)
-    deferred = compiled.Deferred(EvictingCache(model, "h2o", budget=BUDGET), 0, value)
+    deferred = compiled.Deferred(EvictingCache(model, "h2o", budget=BUDGET), 0, value, value)
     deferred.check(model.model.layers[0].self_attn, value)
     with pytest.raises(UnsupportedOperationError, match="LlamaAttention changes the values"):
         deferred.check(model.model.layers[0].self_attn, value + 1)
