@@ -1,4 +1,4 @@
-"""One layer's cache and attention as a single operator, so that ``torch.compile`` makes one graph of a decode step.
+"""One layer's cache and attention as a single operator, so that ``torch.compile`` makes one graph of a forward.
 
 What a cache does depends on its state, which no graph can hold. While a forward is traced, ``update`` therefore only
 marks the new keys, and the attention that receives them becomes a call of ``kvevict::attend``. When the graph runs,
@@ -115,5 +115,5 @@ def _shape(
 
 
 def _needed(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask, or None if it hides nothing from a single query: a forward that is traced makes one in any case."""
+    """The mask, or None if it hides nothing from a single query: a forward that is traced cannot find that out."""
     return None if mask is not None and query.shape[2] == 1 and masks.is_causal(mask) else mask
