@@ -100,17 +100,8 @@ def attend(
 
 
 @attend.register_fake
-def _shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    cache: int,
-    layer: int,
-    scaling: float | None,
-    is_causal: bool | None,
-) -> Tensor:
-    batch, heads, tokens, _ = query.shape
+def _shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    batch, heads, tokens, _size = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
 

@@ -91,7 +91,7 @@ def lowest_first(scores: Tensor, positions: Tensor, may_go: Tensor | None) -> tu
     goes = scores == lowest
     if may_go is not None:
         goes &= may_go
-    return lowest, torch.where(goes, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+    return lowest, _lowest_position(goes, positions)
 
 
 def lowest_guarded(scores: Tensor, positions: Tensor, guard: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +103,12 @@ def lowest_guarded(scores: Tensor, positions: Tensor, guard: Tensor) -> tuple[Te
         return lowest_first(scores, positions, guard < 0)
     guarded = torch.maximum(scores, guard)
     lowest = guarded.amin(-1, keepdim=True)
-    goes = (guarded == lowest).logical_and_(guard < 0)
-    return lowest, torch.where(goes, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+    return lowest, _lowest_position((guarded == lowest).logical_and_(guard < 0), positions)
+
+
+def _lowest_position(goes: Tensor, positions: Tensor) -> Tensor:
+    """The slot of the lowest of some positions, both (B, H, L): (B, H, 1)."""
+    return torch.where(goes, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
 
 
 def eviction_order(scores: Tensor, positions: Tensor, protection: Tensor | None) -> Tensor:

@@ -106,10 +106,15 @@ def left_out(model: PreTrainedModel, baselines: Sequence[str]) -> dict[str, str]
     return {name: why for name, why in reasons.items() if name in [BASELINES[each] for each in baselines]}
 
 
-def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, not copied, under eager attention. The model itself stays as it is."""
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the same weights, which are not copied."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin: PreTrainedModel = copy.deepcopy(model, shared)
+    return copy.deepcopy(model, shared)
+
+
+def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights under eager attention. The model itself stays as it is."""
+    twin = twin_of(model)
     twin.set_attn_implementation("eager")
     return twin
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from kvevict.bench.caches import Entrant, entrants, fill
+from kvevict.bench.caches import Entrant, entrants, fill, twin_of
 from kvevict.bench.rows import Measured
 from kvevict.bench.timing import Progress, check_counts, time_steps
 from kvevict.errors import OptionError
@@ -44,9 +43,8 @@ def compiled_steps(
 
 
 def compiled_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, not copied, with a compiled forward. The model itself stays as it is."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin: PreTrainedModel = copy.deepcopy(model, shared)
+    """The same weights with a compiled forward. The model itself stays as it is."""
+    twin = twin_of(model)
     cast(Any, twin).forward = torch.compile(twin.forward)
     return twin
 

@@ -68,29 +68,17 @@ class Settings:
 
     def budgets(self) -> list[int]:
         """Every budget that some policy gets."""
-        named = {
-            "decode": self.held,
-            "compiled": self.held,
-            "after": (self.budget,),
-            "prefill": (self.budget,),
-            "cost": self.cost,
-        }
+        named = {"decode": self.held, "after": (self.budget,), "prefill": (self.budget,), "cost": self.cost}
         scaling = (*self.scale_budget, self.scale_held, self.budget)
-        named |= {"scaling": scaling, "bounded": (self.chunk,)}
+        named |= {"scaling": scaling, "bounded": (self.chunk,), "compiled": self.held}
         return sorted({each for section, sizes in named.items() if section in self.sections for each in sizes})
 
     def longest(self) -> int:
         """The most tokens that any cache will see."""
-        named = {
-            "decode": self.held,
-            "compiled": self.held,
-            "after": self.seen,
-            "prefill": self.prefill,
-            "memory": self.prefill,
-        }
+        named = {"decode": self.held, "after": self.seen, "prefill": self.prefill, "memory": self.prefill}
         scaling = (*self.scale_seen, *self.scale_budget, self.scale_held)
         named |= {"cost": self.cost, "scaling": scaling, "bounded": (self.long,), "waits": (self.budget,)}
-        named["compiled"] = self.held
+        named |= {"compiled": self.held}
         sizes = [each for section, sizes in named.items() if section in self.sections for each in sizes]
         return max(sizes, default=0) + len(self.scale_seen or (0,)) * (self.steps + WARM_UP)
 

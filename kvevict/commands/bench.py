@@ -110,7 +110,6 @@ def settings_of(options: argparse.Namespace, policies: list[str]) -> Settings:
     """The settings that the options ask for. Raises OptionError for an option of sections that are not asked for."""
     from kvevict import bench
     from kvevict.bench.plan import changed
-    from kvevict.errors import OptionError
 
     lists = ("held", "seen", "prefill", "cost", "scale_seen", "scale_budget", "scale_batch", "scale_layers")
     given: dict[str, Any] = {
