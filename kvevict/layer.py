@@ -320,6 +320,7 @@ class EvictingLayer(Books):
             return
         assert self.arrived is not None
         held = self._shown = self.held()
+        alone = self.seen == self.fresh and self.row_seen is None and not self.record_past
         for start, weights in blocks:
             positions = self.arrived
             if weights.shape[3] != positions.shape[1]:
@@ -327,9 +328,9 @@ class EvictingLayer(Books):
             if positions.shape[0] != weights.shape[0]:
                 positions = positions.expand(weights.shape[0], -1)
             if self.row_seen is not None:
-                weights = weights.masked_fill((positions < 0)[:, None, None, :, None], 0.0)  # a pad asks nothing
+                weights = weights * (positions >= 0)[:, None, None, :, None]  # a pad asks nothing
             view = held if weights.shape[-1] == self.slots else held.first(weights.shape[-1])
-            self.spec.policy.observe(view, Rows(weights, positions))
+            self.spec.policy.observe(view, Rows(weights, positions, start=start if alone else None))
 
     # -- eviction --------------------------------------------------------------------------------------------
 

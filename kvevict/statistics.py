@@ -14,9 +14,19 @@ from torch import Tensor
 from kvevict.masks import visible
 
 BLOCK = 64
-"""Queries per block."""
-CPU_BLOCK = 32
-"""Queries per block on a CPU, whose caches hold that many rows of a few thousand tokens: more measured slower."""
+"""Queries per block on an accelerator."""
+CPU_BLOCK, CPU_WEIGHTS = 128, 5 * 2**20
+"""Queries per block on a CPU and weights per block, at most: 20 MiB, for the sake of its caches."""
+
+
+def block_queries(rows: int, slots: int, device: torch.device) -> int:
+    """Queries per block, for ``rows`` = batch x heads and ``slots`` keys."""
+    if device.type != "cpu":
+        return BLOCK
+    size = CPU_BLOCK
+    while size > 16 and rows * size * slots > CPU_WEIGHTS:
+        size //= 2
+    return size
 
 
 def attention_rows(
@@ -38,53 +48,75 @@ def attention_rows(
     sinks: (heads,) learned sink logits, which take their share of the softmax (gpt-oss).
     values, output: (B, H, L, D) and (B, Q, heads, D); with both, the attention's output is written as well.
     Yields (index of the block's first query, weights (B, H, G, q, l)) where l <= L covers the slots that the
-    block may see, and every hidden weight is exactly zero.
+    block may see, and every hidden weight is exactly zero. The next block is written over them.
     """
     B, heads, Q, D = query.shape
     H, L = keys.shape[1], keys.shape[2]
     G = heads // H
     start = max(0, Q - last)
-    size = CPU_BLOCK if query.device.type == "cpu" else BLOCK
+    size = min(block_queries(B * heads, L, query.device), Q - start)
+    parts = _parts(B * H, G * size, query.device) if Q - start > size else 1
+    keys = _repeated(keys.float(), parts)  # (B * H * parts, L, D)
+    if values is not None:
+        values = _repeated(values, parts)
+    room = torch.empty(B * heads * size * L, dtype=torch.float32, device=query.device)  # of every block in turn
+    future = room.new_full((size, size), float("-inf")).triu_(1) if mask is None else None
     for a in range(start, Q, size):
         b = min(a + size, Q)
         slots = L if mask is not None else L - Q + b
-        block = query if b - a == Q else query[:, :, a:b]
-        block = block.reshape(B * H, G * (b - a), D).float() * scaling
-        seen = keys if slots == L else keys.narrow(2, 0, slots)
-        logits = _product(block, seen.reshape(B * H, slots, D).float().transpose(1, 2)).view(B, H, G, b - a, slots)
+        step = 1 if b - a == size else parts  # the last block may be too short to be cut
+        block = query[:, :, a:b].reshape(B * H * (parts // step), -1, D).float() * scaling
+        seen = keys[::step, :slots]
+        flat = room[: B * heads * (b - a) * slots]
+        _product(block, seen.transpose(1, 2), flat.view(*block.shape[:2], slots))
+        logits = flat.view(B, H, G, b - a, slots)
         if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        shown = None
+            logits.div_(softcap).tanh_().mul_(softcap)
+        asks = None  # which queries see anything
         if mask is not None:
             part = mask[:, :, a:b]
             part = part.unsqueeze(1) if part.shape[1] == 1 else part.unflatten(1, (H, G))  # (B, 1 | H, 1 | G, q, L)
-            if part.dtype != torch.bool:
-                logits = logits + part.float()
             shown = visible(part)
-            logits = logits.masked_fill(~shown, float("-inf"))
-        elif b - a > 1:
-            hidden = torch.ones(b - a, b - a, dtype=torch.bool, device=logits.device).triu(1)
-            logits[..., slots - (b - a) :].masked_fill_(hidden, float("-inf"))
+            asks = shown.any(-1, keepdim=True)  # the softmax over nothing at all would be NaN
+            bias = part.float() if part.dtype != torch.bool else torch.zeros(part.shape, device=part.device)
+            logits.add_(bias.masked_fill(~shown, float("-inf")).masked_fill_(~asks, 0.0))  # faster than filling
+        elif future is not None and b - a > 1:
+            logits[..., slots - (b - a) :].add_(future[: b - a, : b - a])
         if sinks is not None:
             column = sinks.float().view(1, H, G, 1, 1).expand(B, H, G, b - a, 1)
             weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
         else:
-            weights = logits.softmax(-1)
-        if shown is not None:
-            weights = weights.masked_fill(~shown, 0.0)  # a pad's row is all hidden: its softmax is NaN
+            weights = torch.softmax(logits, -1, out=logits)
+        if asks is not None:
+            weights.mul_(asks)
         if values is not None and output is not None:
-            part = weights.to(values.dtype).view(B * H, G * (b - a), slots)
-            attended = torch.bmm(part, values.narrow(2, 0, slots).reshape(B * H, slots, -1))
+            part = weights.to(values.dtype).reshape(*block.shape[:2], slots)
+            attended = torch.bmm(part, values[::step, :slots])
             output[:, a:b] = attended.view(B, H, G, b - a, -1).permute(0, 3, 1, 2, 4).reshape(B, b - a, heads, -1)
         yield a, weights
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """``torch.bmm`` of float32 tensors in float32, under autocast too."""
+def _parts(matrices: int, rows: int, device: torch.device) -> int:
+    """Into how many parts each of ``matrices`` is cut by its rows, so that threads which take one each end together."""
+    if device.type != "cpu":
+        return 1
+    threads = torch.get_num_threads()
+    possible = [parts for parts in range(1, 5) if rows % parts == 0 and rows // parts >= 32]
+    return min(possible, key=lambda parts: (-(-matrices * parts // threads) / parts, parts), default=1)
+
+
+def _repeated(stored: Tensor, times: int) -> Tensor:
+    """Each KV head ``times`` times in a row: (B, H, L, D) -> (B * H * times, L, D)."""
+    return stored.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(0, 2)
+
+
+def _product(one: Tensor, other: Tensor, room: Tensor) -> None:
+    """Writes ``torch.bmm`` of float32 tensors to ``room`` in float32, under autocast too."""
     if not torch.is_autocast_enabled(one.device.type):
-        return torch.bmm(one, other)
-    with torch.autocast(one.device.type, enabled=False):
-        return torch.bmm(one, other)
+        torch.bmm(one, other, out=room)
+    else:
+        with torch.autocast(one.device.type, enabled=False):
+            torch.bmm(one, other, out=room)
 
 
 def attend(

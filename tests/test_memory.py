@@ -216,7 +216,7 @@ def test_statistics_of_a_long_prompt_never_make_a_matrix_of_queries_by_keys(name
         forward(model, cache, text(length=length))
     assert max(largest) <= statistics.CPU_BLOCK
     assert sum(largest) == 3 * min(length, cache.policy.queries)  # only the rows that the policy declares
-    # a block of weights is heads x 32 x length; a matrix would be heads x length x length
+    # a block of weights is heads x CPU_BLOCK x length; a matrix would be heads x length x length
     assert seen.elements < 4 * length * length / 2
     assert seen.elements >= 4 * min(statistics.CPU_BLOCK, cache.policy.queries) * (length - statistics.CPU_BLOCK)
 

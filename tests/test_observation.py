@@ -54,7 +54,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
-from kvevict import EvictingCache, ObservationError, UnsupportedModelError, detach, host, observe, testing
+from kvevict import EvictingCache, ObservationError, UnsupportedModelError, detach, host, observe, statistics, testing
 from kvevict.policies import H2O, Attention
 from kvevict.statistics import CPU_BLOCK, attention_rows
 
@@ -531,7 +531,7 @@ def _naive(query, keys, mask, scaling, softcap, sinks):
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("masked", [None, "shared", "per-head", "float"])
+@pytest.mark.parametrize("masked", [None, "shared", "per-head", "float", "-inf"])
 @pytest.mark.parametrize(("queries", "last"), [(7, 7), (7, 3), (1, 1), (5, 50)])
 def test_rows_equal_a_naive_softmax(softcap, with_sinks, masked, queries, last):
     query, keys = torch.randn(2, 4, queries, 8), torch.randn(2, 2, 11, 8)
@@ -543,6 +543,8 @@ def test_rows_equal_a_naive_softmax(softcap, with_sinks, masked, queries, last):
     given = mask
     if masked == "float":
         given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if masked == "-inf":
+        given = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     expected = _naive(query, keys, mask, 0.3, softcap, sinks)
     first = max(0, queries - last)
     got = torch.zeros(2, 2, 2, queries - first, 11)
@@ -562,6 +564,42 @@ def test_rows_come_in_blocks_that_together_are_all_queries():
     shown = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(4)
     logits = query @ keys.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
     torch.testing.assert_close(whole, logits.masked_fill(~shown, -torch.inf).softmax(-1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("threads", "heads"), [(1, 3), (2, 3), (2, 5), (3, 4), (3, 1)])
+def test_rows_and_outputs_do_not_depend_on_how_threads_share_them(threads, heads, masked):
+    """With several threads and too few heads for them, a block's rows are cut; the last block is shorter."""
+    queries = 2 * CPU_BLOCK + 3
+    query, keys = torch.randn(1, 2 * heads, queries, 8), torch.randn(1, heads, queries, 8)
+    values = torch.randn(1, heads, queries, 8)
+    shown = torch.ones(queries, queries, dtype=torch.bool).tril()
+    if masked:
+        shown &= torch.rand(queries, queries) > 0.3
+        shown[7] = False
+    whole, output = torch.zeros(2 * heads, queries, queries), torch.empty(1, queries, 2 * heads, 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        blocks = attention_rows(
+            query, keys, shown[None, None] if masked else None, scaling=0.3, last=queries, values=values, output=output
+        )
+        for start, weights in blocks:
+            whole[:, start : start + weights.shape[3], : weights.shape[4]] = weights.flatten(1, 2)[0]
+    finally:
+        torch.set_num_threads(before)
+    logits = query[0] @ keys[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.3
+    expected = logits.masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num()
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6)
+    attended = expected @ values[0].repeat_interleave(2, 0)
+    torch.testing.assert_close(output[0].transpose(0, 1), attended, rtol=0, atol=1e-5)
+
+
+def test_long_prompts_have_fewer_queries_per_block_on_a_cpu():
+    assert statistics.block_queries(9, 1024, torch.device("cpu")) == CPU_BLOCK
+    assert statistics.block_queries(9, 8192, torch.device("cpu")) == CPU_BLOCK // 2
+    assert statistics.block_queries(32, 10**6, torch.device("cpu")) == 16
+    assert statistics.block_queries(32, 10**6, torch.device("cuda")) == statistics.BLOCK
 
 
 def test_rows_of_half_precision_tensors_are_float32():

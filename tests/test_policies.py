@@ -105,7 +105,8 @@ def feed(policy: Policy, rows: list[int], columns: int, blocks: list[int], *, on
         policy.admit(held.narrow(start, stop))
         first = max(start, arrived - policy.queries)
         if first < stop:
-            policy.observe(held.first(stop), Rows(weights[:, :, :, first:stop, :stop], at[:, first:stop]))
+            known = first if one_forward and rows == [columns] else None
+            policy.observe(held.first(stop), Rows(weights[:, :, :, first:stop, :stop], at[:, first:stop], start=known))
         start = stop
     assert start == columns
     return held
@@ -561,9 +562,10 @@ def ema_by_hand(weights: Tensor, policy: AdaptiveEMA, budget: int) -> list[float
 
 @pytest.mark.parametrize("rebuild", [0, 0.25, 0.625, 1])
 @pytest.mark.parametrize("blocks", [[12], [7, 5], [1] * 12], ids=str)
-def test_adaptive_ema_follows_its_formula(rebuild, blocks):
+@pytest.mark.parametrize("one_forward", [False, True])
+def test_adaptive_ema_follows_its_formula(rebuild, blocks, one_forward):
     policy = AdaptiveEMA(rebuild=rebuild)
-    scores = policy.score(feed(policy, [12], 12, blocks))
+    scores = policy.score(feed(policy, [12], 12, blocks, one_forward=one_forward))
     expected = ema_by_hand(attention(12).flatten(0, 1), policy, budget=8)
     assert any(math.isfinite(score) for score in expected)
     torch.testing.assert_close(scores[0, 0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=NOISE)
@@ -582,6 +584,26 @@ def test_adaptive_ema_steps_the_rows_of_a_batch_as_it_steps_each_alone(rebuild):
         policy.observe(alone, Rows(weights[row : row + 1], torch.arange(12)[None]))
         for name in policy.columns(8):
             torch.testing.assert_close(together[name][row : row + 1], alone[name], rtol=0, atol=NOISE)
+
+
+@pytest.mark.parametrize("rebuild", [0, 0.25, 1])
+@pytest.mark.parametrize("blocks", [[40], [5] * 8, [1] * 40, [16, 16, 8]], ids=str)
+def test_adaptive_ema_reads_a_first_prompt_as_it_reads_any_rows(rebuild, blocks):
+    policy = AdaptiveEMA(rebuild=rebuild)
+    told, untold = (feed(policy, [40], 40, blocks, one_forward=one) for one in (True, False))
+    for name, column in untold.columns.items():
+        torch.testing.assert_close(told[name], column, rtol=0, atol=NOISE)
+
+
+@pytest.mark.parametrize("past", [0, 2**30])
+def test_rows_count_the_tokens_that_each_query_sees(past):
+    positions = torch.tensor([[[4, -1, 0, 7, 5, 6, 3, -1], [1, 2, 0, 3, 4, 5, 6, 7]]]).repeat(2, 1, 1)
+    queries = torch.tensor([[5, 6, 7], [-1, 6, 7]])
+    positions = torch.where(positions >= 0, positions + past, -1)
+    queries = torch.where(queries >= 0, queries + past, -1)
+    rows = Rows(torch.zeros(2, 2, 1, 3, 8), queries)
+    held = Held(positions=positions, seen=8, budget=8)
+    assert rows.visible(held).tolist() == [[[4, 5, 6], [6, 7, 8]], [[1, 5, 6], [1, 7, 8]]]
 
 
 def test_adaptive_ema_forgets_focused_attention_faster():

@@ -9,7 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvevict.policies.base import ALL_QUERIES, Column, Held, Policy, Rows, at_least, check_option, share_of
+from kvevict.policies.base import (
+    ALL_QUERIES,
+    Column,
+    Held,
+    Policy,
+    Rows,
+    at_least,
+    check_option,
+    query_product,
+    share_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,32 +81,72 @@ class AdaptiveEMA(Policy):
 
     def observe(self, held: Held, rows: Rows) -> None:
         heads = rows.weights.flatten(1, 2)  # (B, heads, Q, L)
-        mean = heads.sum(1).div_(heads.shape[1])  # (B, Q, L); torch's own mean does the same in twice the time
-        attention = torch.lerp(mean, heads.amax(1), 0.6)  # (B, Q, L), 0.6 * max + 0.4 * mean
+        total, most = heads.sum(1), heads.amax(1)  # (B, Q, L)
         if rows.decode:
-            self._observe_newest(held, mean, attention)
+            mean = total.div_(heads.shape[1])
+            self._observe_newest(held, mean, torch.lerp(mean, most, 0.6))
+            return
+        Q = total.shape[1]
+        number = torch.arange(1, Q + 1, dtype=total.dtype, device=total.device)[None]  # (1, Q)
+        if rows.start is not None:
+            assert isinstance(held.budget, int)  # Rows.start says so
+            beta, attention, seen = self._read(total, most, heads.shape[1], number + rows.start)
+            stop = rows.start + Q
+            last_due = stop - stop % _period(self.rebuild, held.budget)
+            cut = max(last_due - rows.start, 0)
+            for block in (slice(0, cut), slice(cut, Q)):
+                if block.start == block.stop:
+                    continue
+                own = beta[:, block], number[:, : block.stop - block.start]
+                self._learn(held, attention[:, block], seen[:, block], *own, rows.start + block.start - 1)
+                if block.start < cut:
+                    self._rebuild(held, last_due, None)
             return
         queries = rows.positions  # (B, Q)
         alike = dataclasses.replace(held, positions=held.positions[:, :1])  # all heads hold the same tokens
-        visible = rows.visible(alike)[:, 0].to(mean.dtype)  # (B, Q)
-        seen = mean > visible.reciprocal().unsqueeze(-1)  # (B, Q, L)
-
-        total = mean.sum(-1).clamp_min(torch.finfo(mean.dtype).tiny)  # (B, Q), rows may sum below one
-        entropy = (total.log() - _negative_entropy(mean).squeeze(-1) / total) / visible.clamp_min(2).log()  # (B, Q)
-        beta = self.beta_low + (self.beta_high - self.beta_low) * entropy.clamp(0, 1)  # (B, Q)
+        visible = rows.visible(alike)[:, 0].to(total.dtype)  # (B, Q)
+        beta, attention, seen = self._read(total, most, heads.shape[1], visible)
 
         # A rebuild falls due when enough queries came since the last one. The block is split there, row by row,
         # so that scores do not depend on how the text was cut into blocks.
-        due = self._last_due(held, queries.amax(1, keepdim=True) + 1)  # (B, 1)
+        newest = queries.amax(1, keepdim=True)  # (B, 1)
+        due = self._last_due(held, newest + 1)  # (B, 1)
         before, after = (queries >= 0) & (queries < due), queries >= due
-        # Most decode steps have nothing before a rebuild, or nothing after it. Looking costs less than working on
+        number = (queries - newest).to(total.dtype) + Q  # (B, Q)
+        # Most blocks have nothing before a rebuild, or nothing after it. Looking costs less than working on
         # nothing, except on an accelerator, where the answer has to be waited for.
         look = queries.is_cpu
-        if not look or bool(before.any()):
-            self._learn(held, attention, seen, torch.where(before, beta, 1.0), torch.where(before, queries, -1))
-            self._rebuild(held, due.unsqueeze(-1), before.any(1)[:, None, None])
-        if not look or bool(after.any()):
-            self._learn(held, attention, seen, torch.where(after, beta, 1.0), torch.where(after, queries, -1))
+        for part in (before, after):
+            if not look or bool(part.any()):
+                own = torch.where(part, beta, 1.0), torch.where(part, number, 0.0)
+                self._learn(held, attention, seen, *own, newest - Q)
+                if part is before:
+                    self._rebuild(held, due.unsqueeze(-1), before.any(1)[:, None, None])
+
+    def _read(self, total: Tensor, most: Tensor, heads: int, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What rows say: beta (B, Q), `s` and whether a token was seen, 1 or 0 (B, Q, L).
+
+        total, most: (B, Q, L), sum and maximum over the heads, both written over.
+        visible:     (B | 1, Q), how many tokens each query could see.
+        """
+        given = total.sum(-1).clamp_min_(torch.finfo(total.dtype).tiny)  # (B, Q), rows may sum below one
+        entropy = (given.log() - _negative_entropy(total).squeeze(-1) / given) / visible.clamp_min(2).log()
+        beta = entropy.clamp_(0, 1).mul_(self.beta_high - self.beta_low).add_(self.beta_low)
+        attention = most.mul_(0.6).add_(total, alpha=0.4 / heads)
+        return beta, attention, total.gt_((heads / visible).unsqueeze(-1))  # a bool result takes four times as long
+
+    def _learn(
+        self, held: Held, attention: Tensor, seen: Tensor, beta: Tensor, number: Tensor, base: int | Tensor
+    ) -> None:
+        """Adds queries to `importance` and `seen_at`; a query with beta 1 and number 0 adds nothing.
+
+        number + base is a query's position: (B | 1, Q), and an int or (B, 1).
+        """
+        kept = beta.flip(1).cumprod(1).flip(1)  # (B, Q), product of this beta and the later ones
+        shares = torch.nn.functional.pad(kept[:, 1:], (0, 1), value=1.0).sub_(kept)  # what then is left of 1 - beta
+        held["importance"].mul_(kept[:, :1, None]).add_(query_product(shares, attention))
+        last = (seen * number.unsqueeze(-1)).amax(1).long()  # (B, L)
+        held["seen_at"].clamp_min_(torch.where(last > 0, last + base, -1).unsqueeze(1))
 
     def _observe_newest(self, held: Held, mean: Tensor, attention: Tensor) -> None:
         """``observe`` for a decode step, where what costs is the number of tensor operations: both (B, 1, L)."""
@@ -122,28 +172,16 @@ class AdaptiveEMA(Policy):
             return seen - (seen - last) % at_least(share_of(self.rebuild, held.budget.view(-1, 1)), 1)
         return seen - (seen - last) % _period(self.rebuild, held.budget)
 
-    def _learn(self, held: Held, attention: Tensor, seen: Tensor, beta: Tensor, queries: Tensor) -> None:
-        """Adds queries to `importance` and `seen_at`; a query with beta 1 and position -1 adds nothing."""
-        if beta.shape[1] == 1:
-            held["importance"].lerp_(attention, (1 - beta).unsqueeze(-1))
-            last = torch.where(seen, queries.unsqueeze(-1), -1)  # (B, 1, L)
-        else:
-            kept = beta.flip(1).cumprod(1).flip(1)  # (B, Q), product of this beta and the later ones
-            later = torch.cat([kept[:, 1:], torch.ones_like(kept[:, :1])], 1)  # (B, Q), of the later ones alone
-            added = ((later - kept).unsqueeze(-1) * attention).sum(1, keepdim=True)  # (B, 1, L)
-            held["importance"].mul_(kept[:, :1, None]).add_(added)
-            half = queries.to(torch.int32).unsqueeze(-1)  # half the bytes of the largest tensors here
-            last = torch.where(seen, half, -1).amax(1, keepdim=True)  # (B, 1, L)
-        held["seen_at"].clamp_min_(last)
-
     def _rebuild(self, held: Held, due: int | Tensor, rows: Tensor | None) -> None:
         """Scores the tokens below ``due`` as of that moment, in the given rows, or in all of them: both (B, 1, 1)."""
-        importance = held["importance"]
-        since = (due - 1 - torch.maximum(held["seen_at"], held.positions)).to(importance.dtype)
-        age = (due - 1 - held.positions).to(importance.dtype)
-        score = self.importance * importance + self.recency / (1 + since) + self.age / (1 + 0.01 * age)
-        known = held.positions < due
-        score, scored_at = score.masked_fill(~known, float("inf")), known * due
+        # all heads hold the same tokens
+        positions, importance, seen_at = held.positions[:, :1], held["importance"][:, :1], held["seen_at"][:, :1]
+        since = (due - torch.maximum(seen_at, positions)).to(importance.dtype)  # and one
+        age = (due - 1 - positions).to(importance.dtype)
+        score = (self.importance * importance).add_(since.reciprocal_(), alpha=self.recency)
+        score.add_(age.mul_(0.01).add_(1).reciprocal_(), alpha=self.age)
+        known = positions < due
+        score, scored_at = score.masked_fill_(~known, float("inf")), known * due
         if rows is not None:
             score = torch.where(rows, score, held["score"])
             scored_at = torch.where(rows, scored_at, held["scored_at"])

@@ -99,17 +99,23 @@ class Rows:
     positions: (B, Q) int64, each query's own position; -1 marks a pad.
     decode:    True says that there is one query per row, the newest; that no slot is empty, and it sees them all; and
         that ``seen`` and ``budget`` are ints and the budget was never another. False says nothing.
+    start:     position of the first query, in the first forward of a cache whose rows have no pads: slot i holds
+        token i, and ``seen`` and ``budget`` are ints. None says nothing.
     """
 
     weights: Tensor
     positions: Tensor
     decode: bool = False
+    start: int | None = None
 
     def visible(self, held: Held) -> Tensor:
         """How many held tokens each query could see: (B, H, Q), at least 1."""
-        slots = held.positions.unsqueeze(2)  # (B, H, 1, L)
-        queries = self.positions[:, None, :, None]  # (B, 1, Q, 1)
-        return ((slots >= 0) & (slots <= queries)).sum(-1).clamp_min(1)  # (B, H, Q)
+        newest = self.positions.amax(1).view(-1, 1, 1)
+        slots = (held.positions - newest).float()  # (B, H, L), exact where queries are
+        slots = slots.masked_fill_(held.positions < 0, float("inf"))
+        queries = (self.positions.unsqueeze(1) - newest).float()  # (B, 1, Q)
+        shown = (slots.unsqueeze(2) - queries.unsqueeze(-1)).le_(0)  # (B, H, Q, L), 1 or 0: faster than bools
+        return shown.sum(-1).long().clamp_min_(1)
 
 
 def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
@@ -125,9 +131,19 @@ def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
 
 def query_sum(weights: Tensor, how: GroupReduction) -> Tensor:
     """``reduce_group`` and the sum over queries: (B, H, G, Q, L) -> (B, H, L)."""
-    if how == "mean":
-        return weights.sum((2, 3)) / weights.shape[2]  # one pass over the weights
-    return reduce_group(weights, how).sum(2)
+    if how != "mean":
+        return reduce_group(weights, how).sum(2)
+    B, H, G, Q, L = weights.shape
+    if Q == 1:
+        return weights.sum((2, 3)) / G
+    ones = weights.new_ones(B * H, G * Q)
+    return query_product(ones, weights.reshape(B * H, G * Q, L)).view(B, H, L) / G  # in two thirds of a sum's time
+
+
+def query_product(factors: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weights times factors over the queries, never in less precision: (B, Q), (B, Q, L) -> (B, 1, L)."""
+    with torch.autocast(weights.device.type, enabled=False):
+        return torch.bmm(factors.unsqueeze(1), weights)
 
 
 Tokens = TypeVar("Tokens", int, Tensor, int | Tensor)
