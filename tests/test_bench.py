@@ -15,7 +15,7 @@ import torch
 from helpers import HEADS, KV_HEADS, LAYERS, forward, save_reader, small, text, tiny
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
-from kvevict import EvictingCache, OptionError, bench, host
+from kvevict import EvictingCache, OptionError, bench, host, observe
 from kvevict.bench import caches, memory, overhead, plan, scaling
 from kvevict.cli import main
 from kvevict.errors import EvaluationError, MissingPackageError, ModelError, OutputError
@@ -126,9 +126,26 @@ def test_prefill_cuts_each_prompt_and_counts_no_warm_up():
     assert {row.name: row.held for row in rows} == dict.fromkeys(full, 50) | {
         bench.SLIDING: 10,
         "h2o": 10,
+        "h2o, fused": 10,
         "random": 10,
     }
     assert all(len(row.seconds) == 3 for row in rows)
+
+
+def test_prompts_are_read_in_one_pass_too_where_a_policy_and_the_attention_can(monkeypatch):
+    read: dict[bool, int] = {False: 0, True: 0}
+    compute = observe.attention_rows
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        read["output" in kwargs] += 1
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(observe, "attention_rows", watched)
+    rows = bench.prefill(tiny(), POLICIES, 50, 10, repeats=2)
+    assert [row.name for row in rows] == [bench.DYNAMIC, "h2o", "h2o, fused", "random"]
+    assert read == {False: 3 * LAYERS, True: 3 * LAYERS}
+    rows = bench.prefill(caches.eager_twin(tiny()), POLICIES, 50, 10, repeats=2)
+    assert [row.name for row in rows] == [bench.DYNAMIC, "h2o", "random"]
 
 
 def test_scaling_by_tokens_seen_reads_on_and_keeps_the_budget():
@@ -576,9 +593,9 @@ def test_the_command_prints_every_row_and_writes_every_time(tmp_path, capsys):
     found = bench.read(tmp_path / "out" / "bench.json")
     sections = [row.section for row in found.timings]
     counts = {section: sections.count(section) for section in sections}
-    assert counts == {"decode": 2 * 7, "after": 8, "prefill": 6, "seen": 6, "budget": 4, "batch": 4, "layers": 4}
+    assert counts == {"decode": 2 * 7, "after": 8, "prefill": 7, "seen": 6, "budget": 4, "batch": 4, "layers": 4}
     assert all(len(row.seconds) == (2 if row.section == "prefill" else 3) for row in found.timings)
-    assert (len(found.memory), len(found.policy_cost), len(found.bounded)) == (6, 2, 2)
+    assert (len(found.memory), len(found.policy_cost), len(found.bounded)) == (7, 2, 2)
     for row in [*found.timings, *found.memory, *found.policy_cost, *found.bounded]:
         assert row.name in printed
     assert "does not apply to a CPU" in printed

@@ -16,7 +16,7 @@ from kvevict import host
 from kvevict.bench.rows import DYNAMIC
 from kvevict.cache import EvictingCache
 from kvevict.errors import OptionError
-from kvevict.policies.base import Policy
+from kvevict.policies.base import ALL_QUERIES, Policy
 
 EAGER = "DynamicCache, eager"
 STATIC = "StaticCache"
@@ -26,6 +26,9 @@ IN_PLACE = "in place"
 """Writes each token where the last one was: nothing is evicted, and nothing is copied to make room."""
 LIMIT = "DynamicCache, budget"
 """A full cache that holds no more than the budget: what an evicting cache can reach at best."""
+
+FUSED = ", fused"
+"""After a policy's name: with ``fused_prefill``."""
 
 BASELINES = {"eager": EAGER, "static": STATIC, "sliding": SLIDING, "in-place": IN_PLACE}
 """What may be compared beside DynamicCache, as the command calls it."""
@@ -56,12 +59,14 @@ def entrants(
     budget: int,
     limit: bool = False,
     baselines: Sequence[str] = (),
+    fused: bool = False,
 ) -> list[Entrant]:
     """DynamicCache first, then the baselines, then the policies.
 
     tokens: that the full caches hold, and that the others have seen.
     budget: of the policies, and what the sliding layers hold.
     limit:  whether a full cache that holds no more than the budget takes part.
+    fused:  whether policies that read every query take part a second time, with ``fused_prefill``.
 
     A baseline that cannot serve the model is left out: ``left_out`` says which and why.
     """
@@ -80,11 +85,16 @@ def entrants(
             found.append(Entrant(name, model, lambda: sliding_cache(model, budget), tokens))
         else:
             found.append(Entrant(name, model, lambda: in_place_cache(model), budget if limit else tokens))
-    return found + [Entrant(n, model, _maker(model, policy, budget), tokens) for n, policy in policies.items()]
+    fused = fused and host.implementation(model) == "sdpa"
+    for name, policy in policies.items():
+        found.append(Entrant(name, model, _maker(model, policy, budget), tokens))
+        if fused and policy.queries == ALL_QUERIES:
+            found.append(Entrant(name + FUSED, model, _maker(model, policy, budget, fused=True), tokens))
+    return found
 
 
-def _maker(model: PreTrainedModel, policy: Policy, budget: int) -> Callable[[], Cache]:
-    return lambda: EvictingCache(model, policy, budget=budget)
+def _maker(model: PreTrainedModel, policy: Policy, budget: int, fused: bool = False) -> Callable[[], Cache]:
+    return lambda: EvictingCache(model, policy, budget=budget, fused_prefill=fused)
 
 
 def check_baselines(names: Sequence[str]) -> None:

@@ -96,7 +96,7 @@ def prompt_entrants(
 ) -> list[Entrant]:
     """Who reads a whole prompt: writing in place is no other way to do that."""
     others = [each for each in baselines if each != "in-place"]
-    return entrants(model, policies, tokens=tokens, budget=budget, baselines=others)
+    return entrants(model, policies, tokens=tokens, budget=budget, baselines=others, fused=True)
 
 
 def time_steps(
