@@ -10,12 +10,18 @@ from pathlib import Path
 from kvevict.errors import OutputError
 
 
+def nearest(folder: Path) -> Path:
+    """``folder``, or what is there of its path."""
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
 def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Lets ``write`` fill a file and puts it at ``path`` in one step: a reader sees the old file or the new one.
 
-    Raises OutputError.
+    Makes the folder if it is not there. Raises OutputError.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         os.close(handle)
         unfinished = Path(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvevict.checks import check_budget
 from kvevict.errors import OptionError
-from kvevict.needles import KINDS, QUESTIONS, TASKS
+from kvevict.needles import CHOOSABLE, KINDS, QUESTIONS, TASKS
 from kvevict.policies import POLICIES, make_policy
 from kvevict.policies.base import Policy
 from kvevict.protocols import Protocol, chunked, make_protocol
@@ -346,7 +346,13 @@ def _needles(value: Any, where: str) -> Needles:
         "question": lambda each, place: _one_of(each, place, QUESTIONS),
         "chunk": _count,
     }
-    return Needles(**{key: readers[key](each, f"{where}.{key}") for key, each in given.items() if each is not None})
+    chosen = Needles(**{key: readers[key](each, f"{where}.{key}") for key, each in given.items() if each is not None})
+    if given.get("kinds") is not None and not set(chosen.tasks) & set(CHOOSABLE):
+        raise OptionError(
+            f"{where}.kinds: values of {', '.join(chosen.tasks)} are of their own kind. Leave it out, or give one of the "
+            f"tasks {', '.join(CHOOSABLE)}"
+        )
+    return chosen
 
 
 def _depth(value: Any, where: str) -> float:

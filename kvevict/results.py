@@ -16,7 +16,7 @@ import transformers
 
 import kvevict
 from kvevict.errors import OutputError
-from kvevict.files import write_file
+from kvevict.files import nearest, write_file
 
 RESULTS = "results.jsonl"
 PARTS = "parts"
@@ -47,10 +47,9 @@ def environment() -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Makes ``folder`` if it is not there; raises OutputError if nothing can be written to it."""
+    """Raises OutputError if nothing can be written to ``folder``, which need not be there and is not made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=nearest(folder)):
             pass
     except OSError as error:
         raise OutputError(f"results cannot be written to {str(folder)!r}: {error.strerror}") from error

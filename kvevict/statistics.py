@@ -59,6 +59,7 @@ def attention_rows(
     keys = _repeated(keys.float(), parts)  # (B * H * parts, L, D)
     if values is not None:
         values = _repeated(values, parts)
+    in_place = query.device.type == "cpu"  # where a softmax may be written over its input; nobody says so elsewhere
     room = torch.empty(B * heads * size * L, dtype=torch.float32, device=query.device)  # of every block in turn
     future = room.new_full((size, size), float("-inf")).triu_(1) if mask is None else None
     for a in range(start, Q, size):
@@ -86,7 +87,7 @@ def attention_rows(
             column = sinks.float().view(1, H, G, 1, 1).expand(B, H, G, b - a, 1)
             weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
         else:
-            weights = torch.softmax(logits, -1, out=logits)
+            weights = torch.softmax(logits, -1, out=logits if in_place else None)
         if asks is not None:
             weights.mul_(asks)
         if values is not None and output is not None:

@@ -190,7 +190,7 @@ def _cell_key(plan: Plan, cell: Cell) -> dict[str, Any]:
         protocol = str(cell.protocol)
     if plan.measure == "fidelity":
         protocol += (
-            f"; greedy: {plan.generation.prompts} prompts of {plan.generation.prompt}, {plan.generation.new} new"
+            f"; greedy: up to {plan.generation.prompts} prompts of {plan.generation.prompt}, {plan.generation.new} new"
         )
     return {
         "protocol": protocol,

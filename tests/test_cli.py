@@ -86,6 +86,33 @@ def test_paths_that_cannot_be_used_are_one_line(arguments, option, value, capsys
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["compare", "--text", "none.txt"],
+        ["perplexity", "--text", "none.txt"],
+        ["diagnose", "--text", "none.txt"],
+        ["growth", "--text", "none.txt"],
+        ["capture", "--text", "none.txt"],
+        ["bench", "--model", "./none"],
+    ],
+    ids=" ".join,
+)
+def test_a_refused_command_leaves_no_folder(command, arguments, tmp_path, capsys):
+    model = arguments[arguments.index("--model") + 1]
+    given = command if "--model" in command else [*command, "--model", model]
+    assert main([*given, "--output", str(tmp_path / "new" / "out")]) == 2
+    assert "none" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_beneath_a_file_is_one_line_before_anything_is_loaded(arguments, capsys, monkeypatch):
+    monkeypatch.setattr("kvevict.models.load_model", pytest.fail)
+    arguments[arguments.index("--output") + 1] = f"{__file__}/new/out"
+    assert main(arguments) == 2
+    assert "results cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "extra", [["--budget", "many"], ["--tokens", "0"], ["--tokens", "1"], ["--chunk", "-1"], ["--nonsense"]]
 )
 def test_malformed_arguments_are_refused_with_the_usage(arguments, extra, capsys):

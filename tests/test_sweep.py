@@ -89,6 +89,7 @@ def run(plan: Any, folder: Path, **options: Any) -> Report:
         ({"protocols": [{"name": "blocks", "size": 8}]}, r"protocols\[0\]: unknown key 'size'"),
         ({"protocols": [{"name": "blocks", "window": 64}]}, "no policy can evict before its predictions: give chunk"),
         ({"needle": {"depths": [2]}}, r"needle.depths\[0\]: expected a depth from 0"),
+        ({"needle": {"tasks": ["passkey", "fact"], "kinds": "words"}}, r"needle.kinds: values of passkey, fact are of"),
         ({"needle": {"tasks": ["singel"]}}, r"needle.tasks\[0\]: 'singel' is none of .*mean 'single'"),
         ({"generation": {"promts": 2}}, "did you mean 'prompts'"),
         ({"threads": 0}, "threads: expected at least 1"),

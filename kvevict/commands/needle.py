@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     add = needle.add_argument
     add("--text", default="noise", help='the haystack: "noise", a text file, or "datasets:ID[:CONFIG[:SPLIT]]"')
     add("--tasks", type=names, default="single", help="of single, multikey, multivalue, passkey, fact")
-    add("--kinds", type=names, default="numbers", help="what values are: numbers, words, uuids")
+    add("--kinds", type=names, help="what values are: numbers, words, uuids [numbers]")
     add("--lengths", type=counts, default="512", help="tokens of a prompt, question and answer included")
     add("--depths", type=numbers, default="0,0.25,0.5,0.75,1", help="where the needle is, 0 for the start")
     add("--samples", type=positive, default=1, help="cases for each task, kind, length and depth")

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvevict import host
 from kvevict.cache import EvictingCache, human_bytes
 from kvevict.errors import OptionError, OutputError, TraceError, UnsupportedModelError
-from kvevict.files import write_file
+from kvevict.files import nearest, write_file
 from kvevict.lab.blockfile import Shape, block_path, write_block
 from kvevict.lab.captured import FORMAT, HEADER, VERSION, finished_blocks, read_header
 from kvevict.results import check_folder, environment
@@ -158,7 +158,7 @@ def _begin(folder: Path, header: dict[str, Any], shape: Shape) -> int:
             )
         return finished_blocks(folder, shape)
     check_folder(folder)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(nearest(folder)).free
     if shape.nbytes > free:
         raise OutputError(
             f"the capture may need {human_bytes(shape.nbytes)} and {str(folder)!r} has {human_bytes(free)} free: give "
