@@ -349,8 +349,8 @@ def _needles(value: Any, where: str) -> Needles:
     chosen = Needles(**{key: readers[key](each, f"{where}.{key}") for key, each in given.items() if each is not None})
     if given.get("kinds") is not None and not set(chosen.tasks) & set(CHOOSABLE):
         raise OptionError(
-            f"{where}.kinds: values of {', '.join(chosen.tasks)} are of their own kind. Leave it out, or give one of the "
-            f"tasks {', '.join(CHOOSABLE)}"
+            f"{where}.kinds: values of {', '.join(chosen.tasks)} are of their own kind. Leave it out, or give one of "
+            f"the tasks {', '.join(CHOOSABLE)}"
         )
     return chosen
 

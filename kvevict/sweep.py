@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -141,6 +142,21 @@ def _processes(plan: Plan) -> tuple[Processes, str | None]:
     if plan.device == "auto":
         raise OptionError("device 'auto' spreads one model over all devices: run it in one process, without a launcher")
     return Processes(state.process_index, state.num_processes), plan.device or str(state.device)
+
+
+@contextmanager
+def leaving_processes() -> Iterator[None]:
+    """Leaves the group of processes that was joined meanwhile.
+
+    Its threads would outlive the interpreter, which now and then aborts a process that had finished its work.
+    """
+    distributed = torch.distributed
+    before = distributed.is_available() and distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if distributed.is_available() and distributed.is_initialized() and not before:
+            distributed.destroy_process_group()
 
 
 def _usable(plan: Plan, model: PreTrainedModel, cells: list[Cell], left_out: dict[str, str]) -> list[Cell]:

@@ -88,18 +88,17 @@ def test_paths_that_cannot_be_used_are_one_line(arguments, option, value, capsys
 @pytest.mark.parametrize(
     "command",
     [
-        ["compare", "--text", "none.txt"],
-        ["perplexity", "--text", "none.txt"],
-        ["diagnose", "--text", "none.txt"],
-        ["growth", "--text", "none.txt"],
-        ["capture", "--text", "none.txt"],
+        ["compare", "--model", "MODEL", "--text", "none.txt"],
+        ["perplexity", "--model", "MODEL", "--text", "none.txt"],
+        ["diagnose", "--model", "MODEL", "--text", "none.txt"],
+        ["growth", "--model", "MODEL", "--text", "none.txt"],
+        ["capture", "MODEL", "none.txt"],
         ["bench", "--model", "./none"],
     ],
     ids=" ".join,
 )
-def test_a_refused_command_leaves_no_folder(command, arguments, tmp_path, capsys):
-    model = arguments[arguments.index("--model") + 1]
-    given = command if "--model" in command else [*command, "--model", model]
+def test_a_refused_command_leaves_no_folder(command, folder, tmp_path, capsys):
+    given = [str(folder) if each == "MODEL" else each for each in command]
     assert main([*given, "--output", str(tmp_path / "new" / "out")]) == 2
     assert "none" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -397,6 +397,27 @@ def test_threads_are_put_back(given, tmp_path):
 # -- many processes ----------------------------------------------------------------------------------------------
 
 
+def test_a_command_leaves_the_group_that_it_joined_and_no_other():
+    def join() -> None:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    @sweep_module.leaving_processes()
+    def interrupted() -> None:
+        join()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not torch.distributed.is_initialized()
+    join()
+    try:
+        with sweep_module.leaving_processes():
+            pass
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_two_processes_give_the_table_of_one(given, tmp_path):
     config = tmp_path / "plan.yaml"
     config.write_text(json.dumps({**given, "device": "cpu"}))

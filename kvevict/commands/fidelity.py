@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     add_caches(fidelity)
     add_protocol(fidelity)
     fidelity.add_argument(
-        "--prompts", type=count, default=4, help="prompts of each document to decode from, or as many as it has; 0 for none"
+        "--prompts", type=count, default=4, help="prompts of each document to decode from, at most; 0 for none"
     )
     fidelity.add_argument("--prompt", type=positive, default=256, help="tokens of each prompt")
     fidelity.add_argument("--new", type=positive, default=64, help="tokens decoded after each prompt")

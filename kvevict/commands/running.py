@@ -20,7 +20,7 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
     # imported here: the other commands need none of it
     from kvevict.models import check_device, check_installed
     from kvevict.results import check_folder
-    from kvevict.sweep import run_plan
+    from kvevict.sweep import leaving_processes, run_plan
 
     # whatever can be wrong with the command is found before anything slow
     check_folder(folder)
@@ -32,7 +32,7 @@ def run_and_print(command: str, plan: Plan, folder: Path) -> None:
         say("accelerate started one process: for several on CPUs it needs --multi_gpu, and device cpu")
     first = os.environ.get("RANK", "0") == "0"  # of the processes of a launcher, one speaks for all
     # policies differ in speed, so the mean so far foretells best
-    with bar(disable=not first, unit=" tokens", smoothing=0) as shown:
+    with leaving_processes(), bar(disable=not first, unit=" tokens", smoothing=0) as shown:
 
         def progress(step: Progress) -> None:
             shown.total = max(shown.n + step.tokens, step.total)
