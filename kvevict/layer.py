@@ -328,7 +328,10 @@ class EvictingLayer(Books):
             if positions.shape[0] != weights.shape[0]:
                 positions = positions.expand(weights.shape[0], -1)
             if self.row_seen is not None:
-                weights = weights * (positions >= 0)[:, None, None, :, None]  # a pad asks nothing
+                pads = positions < 0
+                # a look costs less than a pass over a prompt's weights, except where the answer has to be waited for
+                if weights.shape[3] == 1 or not pads.is_cpu or bool(pads.any()):
+                    weights = weights.masked_fill(pads[:, None, None, :, None], 0.0)  # a pad asks nothing
             view = held if weights.shape[-1] == self.slots else held.first(weights.shape[-1])
             self.spec.policy.observe(view, Rows(weights, positions, start=start if alone else None))
 

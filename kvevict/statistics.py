@@ -61,7 +61,9 @@ def attention_rows(
         values = _repeated(values, parts)
     in_place = query.device.type == "cpu"  # where a softmax may be written over its input; nobody says so elsewhere
     room = torch.empty(B * heads * size * L, dtype=torch.float32, device=query.device)  # of every block in turn
-    future = room.new_full((size, size), float("-inf")).triu_(1) if mask is None else None
+    future = None
+    if mask is None and size > 1:
+        future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu_(1)
     for a in range(start, Q, size):
         b = min(a + size, Q)
         slots = L if mask is not None else L - Q + b
@@ -79,10 +81,11 @@ def attention_rows(
             part = part.unsqueeze(1) if part.shape[1] == 1 else part.unflatten(1, (H, G))  # (B, 1 | H, 1 | G, q, L)
             shown = visible(part)
             asks = shown.any(-1, keepdim=True)  # the softmax over nothing at all would be NaN
-            bias = part.float() if part.dtype != torch.bool else torch.zeros(part.shape, device=part.device)
-            logits.add_(bias.masked_fill(~shown, float("-inf")).masked_fill_(~asks, 0.0))  # faster than filling
-        elif future is not None and b - a > 1:
-            logits[..., slots - (b - a) :].add_(future[: b - a, : b - a])
+            hiding = torch.where(asks, float("-inf"), 0.0)
+            logits.add_(torch.where(shown, 0.0 if part.dtype == torch.bool else part, hiding))  # faster than filling
+        elif future is not None:
+            # filled, not added to: whatever a later key holds, nothing of it reaches these rows
+            logits[..., slots - (b - a) :].masked_fill_(future[: b - a, : b - a], float("-inf"))
         if sinks is not None:
             column = sinks.float().view(1, H, G, 1, 1).expand(B, H, G, b - a, 1)
             weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]

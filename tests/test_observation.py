@@ -595,6 +595,16 @@ def test_rows_and_outputs_do_not_depend_on_how_threads_share_them(threads, heads
     torch.testing.assert_close(output[0].transpose(0, 1), attended, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_row_depends_on_a_later_key(bad):
+    query, keys = torch.randn(1, 2, 20, 8), torch.randn(1, 1, 20, 8)
+    ((_, clean),) = [(a, w.clone()) for a, w in attention_rows(query, keys, None, scaling=0.3, last=20)]
+    keys[:, :, 15] = bad
+    ((_, weights),) = attention_rows(query, keys, None, scaling=0.3, last=20)
+    assert torch.equal(weights[..., :15, :], clean[..., :15, :])
+    assert not torch.equal(weights[..., 15:, :], clean[..., 15:, :])
+
+
 def test_long_prompts_have_fewer_queries_per_block_on_a_cpu():
     assert statistics.block_queries(9, 1024, torch.device("cpu")) == CPU_BLOCK
     assert statistics.block_queries(9, 8192, torch.device("cpu")) == CPU_BLOCK // 2

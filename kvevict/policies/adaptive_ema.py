@@ -142,9 +142,12 @@ class AdaptiveEMA(Policy):
 
         number + base is a query's position: (B | 1, Q), and an int or (B, 1).
         """
-        kept = beta.flip(1).cumprod(1).flip(1)  # (B, Q), product of this beta and the later ones
-        shares = torch.nn.functional.pad(kept[:, 1:], (0, 1), value=1.0).sub_(kept)  # what then is left of 1 - beta
-        held["importance"].mul_(kept[:, :1, None]).add_(query_product(shares, attention))
+        if beta.shape[1] == 1:
+            held["importance"].lerp_(attention, (1 - beta).unsqueeze(-1))
+        else:
+            kept = beta.flip(1).cumprod(1).flip(1)  # (B, Q), product of this beta and the later ones
+            shares = torch.nn.functional.pad(kept[:, 1:], (0, 1), value=1.0).sub_(kept)  # what then is left of 1 - beta
+            held["importance"].mul_(kept[:, :1, None]).add_(query_product(shares, attention))
         last = (seen * number.unsqueeze(-1)).amax(1).long()  # (B, L)
         held["seen_at"].clamp_min_(torch.where(last > 0, last + base, -1).unsqueeze(1))
 

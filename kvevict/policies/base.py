@@ -110,12 +110,9 @@ class Rows:
 
     def visible(self, held: Held) -> Tensor:
         """How many held tokens each query could see: (B, H, Q), at least 1."""
-        newest = self.positions.amax(1).view(-1, 1, 1)
-        slots = (held.positions - newest).float()  # (B, H, L), exact where queries are
-        slots = slots.masked_fill_(held.positions < 0, float("inf"))
-        queries = (self.positions.unsqueeze(1) - newest).float()  # (B, 1, Q)
-        shown = (slots.unsqueeze(2) - queries.unsqueeze(-1)).le_(0)  # (B, H, Q, L), 1 or 0: faster than bools
-        return shown.sum(-1).long().clamp_min_(1)
+        slots = held.positions.unsqueeze(2)  # (B, H, 1, L)
+        queries = self.positions[:, None, :, None]  # (B, 1, Q, 1)
+        return ((slots >= 0) & (slots <= queries)).sum(-1).clamp_min(1)  # (B, H, Q)
 
 
 def reduce_group(weights: Tensor, how: GroupReduction) -> Tensor:
